@@ -1,0 +1,165 @@
+"""One layer's routed experts, in any published layout, as tables of offsets that a worker can read from.
+
+    per expert   <block>.experts.N.{gate,up,down}_proj.weight [rows, cols] (mixtral: w1 gate, w3 up, w2 down)
+    fused        <block>.experts.gate_up_proj [E, 2F, D] (rows: gate, then up), .down_proj [E, D, F]; no ".weight"
+    stacked      <block>.switch_mlp.{gate,up,down}_proj.{weight,scales,biases} [E, rows, ...], as MLX writes
+
+All end as: piece p of expert e is `piece_bytes[p]` bytes at `offset[e, p]` of file `file_idx[e, p]`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from colibri_mp.checkpoint.matrices import Piece, Shape, TensorTable
+from colibri_mp.errors import CheckpointError
+from colibri_mp.formats import Encoding
+
+if TYPE_CHECKING:
+    from colibri_mp.kernels.layout import ExpertShape
+
+PROJECTIONS = ("gate", "up", "down")
+STANDARD_NAMES: Mapping[str, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertLayer:
+    """Where the E experts of a layer lie. Each is gate [F, D], up [F, D], down [D, F]; E experts, F width, D hidden.
+
+    `piece_names` [P] is (projection, part) in the order gate, up, down and within each `encoding.parts`. Picklable,
+    holds no file: a worker opens the files itself.
+    """
+
+    layer: int
+    num_experts: int
+    hidden: int
+    width: int
+    gate: Encoding
+    up: Encoding
+    down: Encoding
+    piece_names: tuple[tuple[str, str], ...]
+    piece_bytes: npt.NDArray[np.int64]  # [P]
+    file_idx: npt.NDArray[np.int32]  # [E, P]
+    offset: npt.NDArray[np.int64]  # [E, P]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of one expert as stored."""
+        return int(self.piece_bytes.sum())
+
+    @property
+    def shape(self) -> "ExpertShape":
+        """The packed form that the kernels compute with."""
+        from colibri_mp.kernels.layout import ExpertShape
+
+        return ExpertShape(self.hidden, self.width, self.gate.format, self.up.format, self.down.format)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertDims:
+    """Number and size of a layer's experts, and the config fields that say so."""
+
+    num_experts: int
+    hidden: int
+    width: int
+    width_field: str
+
+    def shape(self, projection: str) -> Shape:
+        """[rows, cols] of one projection."""
+        if projection == "down":
+            return Shape((self.hidden, self.width), f"hidden_size, {self.width_field}")
+        return Shape((self.width, self.hidden), f"{self.width_field}, hidden_size")
+
+
+# One projection of one layer: its encoding and, for each expert, its pieces in the order of `encoding.parts`.
+_Projection = tuple[Encoding, list[tuple[Piece, ...]]]
+
+
+def find_experts(
+    table: TensorTable, layer: int, path: str, dims: ExpertDims, names: Mapping[str, str] = STANDARD_NAMES
+) -> ExpertLayer:
+    """The experts of the block `path` of `layer`, in whichever layout the checkpoint has them.
+
+    `names` are what the family calls the projections of a single expert. Raises `CheckpointError` if experts are
+    missing, of another shape than the config says, or do not agree in encoding.
+    """
+    if f"{path}.switch_mlp.gate_proj.weight" in table:
+        found = {projection: _stacked(table, path, projection, dims) for projection in PROJECTIONS}
+    elif f"{path}.experts.gate_up_proj" in table:
+        found = _fused(table, f"{path}.experts", dims)
+    else:
+        found = {
+            p: _per_expert(table, f"{path}.experts", names[p], dims.shape(p), dims.num_experts) for p in PROJECTIONS
+        }
+    return _expert_layer(layer, dims, found)
+
+
+def _stacked(table: TensorTable, path: str, projection: str, dims: ExpertDims) -> _Projection:
+    one = dims.shape(projection)
+    stack = Shape((dims.num_experts, *one.dims), f"experts, {one.meaning}")
+    encoding, parts = table.parts(f"{path}.switch_mlp.{projection}_proj", stack)
+    sizes = [part.nbytes // dims.num_experts for part in parts]
+    slices = [
+        tuple(Piece(part.file_idx, part.offset + e * size, size) for part, size in zip(parts, sizes, strict=True))
+        for e in range(dims.num_experts)
+    ]
+    return encoding, slices
+
+
+def _fused(table: TensorTable, path: str, dims: ExpertDims) -> dict[str, _Projection]:
+    experts, hidden, width = dims.num_experts, dims.hidden, dims.width
+    both = Shape((experts, 2 * width, hidden), f"experts, 2 * {dims.width_field}, hidden_size")
+    single = Shape((experts, hidden, width), f"experts, hidden_size, {dims.width_field}")
+    up_encoding, gate_up = table.plain(f"{path}.gate_up_proj", both)
+    down_encoding, down = table.plain(f"{path}.down_proj", single)
+    size = gate_up.nbytes // (2 * experts)
+    halves = [Piece(gate_up.file_idx, gate_up.offset + i * size, size) for i in range(2 * experts)]
+    size = down.nbytes // experts
+    downs = [Piece(down.file_idx, down.offset + e * size, size) for e in range(experts)]
+    return {
+        "gate": (up_encoding, [(piece,) for piece in halves[0::2]]),
+        "up": (up_encoding, [(piece,) for piece in halves[1::2]]),
+        "down": (down_encoding, [(piece,) for piece in downs]),
+    }
+
+
+def _per_expert(table: TensorTable, path: str, name: str, shape: Shape, num_experts: int) -> _Projection:
+    matrices = [table.matrix(f"{path}.{e}.{name}", shape) for e in range(num_experts)]
+    first = matrices[0]
+    for matrix in matrices:
+        if matrix.encoding != first.encoding:
+            raise CheckpointError(
+                f"the experts of one layer must be stored alike: {first.name} is {first.encoding}, "
+                f"{matrix.name} is {matrix.encoding}"
+            )
+    return first.encoding, [matrix.pieces for matrix in matrices]
+
+
+def _expert_layer(layer: int, dims: ExpertDims, found: dict[str, _Projection]) -> ExpertLayer:
+    gate, up, down = (found[projection][0] for projection in PROJECTIONS)
+    by_expert = zip(*(found[projection][1] for projection in PROJECTIONS), strict=True)
+    pieces = [list(chain.from_iterable(projections)) for projections in by_expert]
+    table = np.array(pieces, np.int64)  # [E, P, (file_idx, offset, nbytes)]
+    return ExpertLayer(
+        layer=layer,
+        num_experts=dims.num_experts,
+        hidden=dims.hidden,
+        width=dims.width,
+        gate=gate,
+        up=up,
+        down=down,
+        piece_names=tuple(_piece_names(found)),
+        piece_bytes=table[0, :, 2].copy(),
+        file_idx=table[:, :, 0].astype(np.int32),
+        offset=table[:, :, 1].copy(),
+    )
+
+
+def _piece_names(found: dict[str, _Projection]) -> Iterator[tuple[str, str]]:
+    for projection in PROJECTIONS:
+        for part in found[projection][0].parts:
+            yield projection, part

@@ -1,0 +1,133 @@
+"""Matrices of a checkpoint by module path: shape, encoding and the pieces of files that hold it.
+
+A matrix `path` [rows, cols] is stored as the tensor `<path>.weight`, with `<path>.scales` and `<path>.biases` if it is
+quantised (not to be confused with `<path>.bias`, the addend of a linear layer). A stack of matrices has leading dims.
+Shapes are held against what the config asks for; a difference is an error that names both. Encodings: `quantisation`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from colibri_mp.checkpoint.quantisation import Quantisation, grouped_encoding, plain_encoding
+from colibri_mp.checkpoint.safetensors_header import TensorInfo
+from colibri_mp.errors import CheckpointError
+from colibri_mp.formats import Encoding
+
+VECTOR_DTYPES = ("BF16", "F16", "F32")
+
+
+class Piece(NamedTuple):
+    """A run of bytes in file `file_idx` of the checkpoint."""
+
+    file_idx: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """A matrix [rows, cols] as stored; `pieces` are in the order of `encoding.parts`, each row-major."""
+
+    name: str
+    rows: int
+    cols: int
+    encoding: Encoding
+    pieces: tuple[Piece, ...]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+class Shape(NamedTuple):
+    """What the config asks of a tensor: dims, and the config fields that they come from."""
+
+    dims: tuple[int, ...]
+    meaning: str
+
+
+class TensorTable:
+    """All tensors of a checkpoint, looked up by what a model needs; remembers which have been used."""
+
+    def __init__(self, tensors: Mapping[str, TensorInfo], quantisation: Quantisation) -> None:
+        self.tensors = tensors
+        self.quantisation = quantisation
+        self.used: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def tensor(self, name: str, shape: Shape) -> TensorInfo:
+        """The tensor `name`, of exactly this shape. Raises `CheckpointError` if it is missing or differs."""
+        info = self._get(name)
+        if info.shape != shape.dims:
+            raise CheckpointError(
+                f"config and tensors disagree: {name!r} is {info.dtype} {list(info.shape)} in the file, "
+                f"config.json asks for {list(shape.dims)} ({shape.meaning})"
+            )
+        return info
+
+    def vector(self, name: str, shape: Shape) -> TensorInfo:
+        """The norm weight or bias `name`; bf16, f16 or f32."""
+        info = self.tensor(name, shape)
+        if info.dtype not in VECTOR_DTYPES:
+            raise CheckpointError(f"tensor {name!r} has dtype {info.dtype}; supported are {', '.join(VECTOR_DTYPES)}")
+        return info
+
+    def matrix(self, path: str, shape: Shape) -> StoredMatrix:
+        """The matrix `path` of `shape` [rows, cols]."""
+        rows, cols = shape.dims
+        encoding, parts = self.parts(path, shape)
+        pieces = tuple(Piece(part.file_idx, part.offset, part.nbytes) for part in parts)
+        return StoredMatrix(path, rows, cols, encoding, pieces)
+
+    def parts(self, path: str, shape: Shape) -> tuple[Encoding, tuple[TensorInfo, ...]]:
+        """Encoding of the matrix or stack `path` [..., rows, cols], and its tensors in the order of the encoding."""
+        *lead, cols = shape.dims
+        encoding = self._encoding(path, cols)
+        if not encoding.group_size:
+            return encoding, (self.tensor(f"{path}.weight", shape),)
+        words = Shape((*lead, cols * encoding.bits // 32), f"{shape.meaning} in {encoding.bits}-bit codes")
+        groups = Shape((*lead, cols // encoding.group_size), f"{shape.meaning} in groups of {encoding.group_size}")
+        weight = self.tensor(f"{path}.weight", words)
+        return encoding, (weight, *(self.tensor(f"{path}.{part}", groups) for part in encoding.parts[1:]))
+
+    def plain(self, name: str, shape: Shape) -> tuple[Encoding, TensorInfo]:
+        """Encoding and tensor of an unquantised matrix or stack that is stored under its bare `name`."""
+        info = self.tensor(name, shape)
+        return plain_encoding(info), info
+
+    def unused(self) -> list[str]:
+        """Names of the tensors that nothing has asked for, in the order of the files."""
+        return [name for name in self.tensors if name not in self.used]
+
+    def _encoding(self, path: str, cols: int) -> Encoding:
+        weight, scales = self._get(f"{path}.weight"), self.tensors.get(f"{path}.scales")
+        if f"{path}.global_scale" in self.tensors:
+            raise CheckpointError(
+                f"tensor '{path}.global_scale': nvfp4 with a global scale is not supported; "
+                "use a checkpoint without it, or another quantisation of this model"
+            )
+        if scales is not None:
+            biases = self.tensors.get(f"{path}.biases")
+            return grouped_encoding(path, cols, weight, scales, biases, self.quantisation)
+        if self.quantisation.overrides.get(path):
+            raise CheckpointError(f"config.json says that {path} is quantised, but there is no tensor '{path}.scales'")
+        return plain_encoding(weight)
+
+    def _get(self, name: str) -> TensorInfo:
+        info = self.tensors.get(name)
+        if info is None:
+            raise CheckpointError(self._explain_missing(name))
+        self.used.add(name)
+        return info
+
+    def _explain_missing(self, name: str) -> str:
+        module = name.rsplit(".", 1)[0] + "."
+        near = [other for other in self.tensors if other.startswith(module)]
+        hint = f" (there are {', '.join(near[:4])})" if near else ""
+        if any(other.endswith((".qweight", ".weight_packed", ".weight_scale_inv")) for other in near):
+            hint += ": a quantisation other than MLX's, which is not supported"
+        return f"tensor {name!r}, which config.json calls for, is in none of the checkpoint's files{hint}"

@@ -1,0 +1,264 @@
+"""The coordinator's part of a model: resident weights, KV cache, and the forward pass over the workers' experts.
+
+    x = embed[tokens]                                        [T, D]
+    for each layer:
+        x += attention(norm(x))                              here, on the KV cache
+        h, ids, weights = router(norm(x))                    here: which experts, how much of each
+        x += sum of weights * experts(h)                     the owner of the layer, over ZeroMQ (a dense block: here)
+    logits = head(norm(x))                                   [R, V] of the rows that are asked for
+
+`Coordinator.launch` builds all of it in the order that hides the most: plan, kernels, spawn the workers, and load the
+resident weights while they start.
+"""
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+
+from colibri_mp.checkpoint.experts import ExpertLayer
+from colibri_mp.checkpoint.hub import resolve
+from colibri_mp.checkpoint.source import Checkpoint
+from colibri_mp.config import LaunchConfig
+from colibri_mp.kernels.attention import AttentionStage, Batch
+from colibri_mp.kernels.expert import ExpertStage
+from colibri_mp.kernels.head import HeadStage
+from colibri_mp.kernels.kv_cache import KVCache, num_blocks_for
+from colibri_mp.kernels.layout import gather_rows
+from colibri_mp.kernels.norm import rms_norm
+from colibri_mp.kernels.rope import rope_tables
+from colibri_mp.kernels.router import RouterStage
+from colibri_mp.kernels.team import ThreadTeam
+from colibri_mp.memory import available_memory
+from colibri_mp.messages import Floats, StepCounters
+from colibri_mp.models import load_model
+from colibri_mp.models.structure import DenseSpec, ModelSpec, MoeSpec
+from colibri_mp.planner import Plan, make_plan, max_logit_rows
+from colibri_mp.resident import ResidentLayer, load_resident
+from colibri_mp.rundir import ClusterInfo, RunDir
+from colibri_mp.scheduler import Rows
+from colibri_mp.shm.layout import LayerSlots, pool_bytes
+from colibri_mp.shm.segment import Segment, segment_name
+from colibri_mp.supervisor import Supervisor
+from colibri_mp.workers.core import WorkerConfig
+
+_READY_TIMEOUT_S = 120.0
+
+
+class Stopping(Exception):
+    """The cluster is to end: leave what is under way."""
+
+
+class Coordinator:
+    """See the module docstring. Implements `engine.Model`."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, model: ModelSpec, plan: Plan, config: LaunchConfig, supervisor: Supervisor,
+        team: ThreadTeam, should_stop: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self.checkpoint = checkpoint
+        self.model = model
+        self.plan = plan
+        self.supervisor = supervisor
+        self.notes: tuple[str, ...] = plan.notes
+        self.max_context = plan.ctx_tokens
+        self.vocab_size = model.vocab_size
+        self.max_logit_rows = max_logit_rows(model.vocab_size, config.prefill_chunk)
+        self._should_stop = should_stop
+        self._step = 0
+        self._totals: defaultdict[int, Counter[str]] = defaultdict(Counter)  # by worker id
+        attention = model.layers[0].attention
+        max_rows = config.prefill_chunk
+        self.kv = KVCache(
+            len(model.layers), num_blocks_for(plan.ctx_tokens), attention.num_kv_heads, attention.head_dim
+        )
+        self._rope = rope_tables(model.rope, plan.ctx_tokens)
+        self._attention = AttentionStage(team, attention, self._rope, max_rows, plan.ctx_tokens, config.planes)
+        router = next(layer.mlp.router for layer in model.layers if isinstance(layer.mlp, MoeSpec))
+        self._router = RouterStage(team, router, model.hidden, model.norm_eps, max_rows)
+        self._head = HeadStage(team, model.hidden, model.vocab_size, model.norm_eps, self.max_logit_rows, config.planes)
+        dense = next((layer.mlp for layer in model.layers if isinstance(layer.mlp, DenseSpec)), None)
+        self._dense = ExpertStage(team, dense.shape, max_rows, 1, config.planes) if dense is not None else None
+
+    # -- start ---------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def launch(
+        cls, config: LaunchConfig, run_dir: RunDir, progress: Callable[[str], None], should_stop: Callable[[], bool],
+        stack: ExitStack,
+    ) -> "Coordinator":  # fmt: skip
+        """Build everything; `stack` takes it back. Raises a `ColibriError` that says what is in the way."""
+        checkpoint = Checkpoint.open(resolve(config.model, progress))
+        model = load_model(checkpoint)
+        plan = make_plan(model, config, available_memory())
+        supervisor = Supervisor(run_dir, config.step_timeout, config.log_level)
+        stack.callback(supervisor.close)
+        team = stack.enter_context(ThreadTeam(plan.num_threads))
+        coordinator = cls(checkpoint, model, plan, config, supervisor, team, should_stop)
+        coordinator._compile_kernels(config, progress)
+        coordinator._start_workers(config, run_dir)
+        progress(f"loading {checkpoint.path.name}")
+        coordinator._load_weights()
+        supervisor.wait_ready(_READY_TIMEOUT_S)
+        coordinator.notes += tuple(note for worker in supervisor.workers for note in worker.notes)
+        return coordinator
+
+    def _compile_kernels(self, config: LaunchConfig, progress: Callable[[str], None]) -> None:
+        """Compile, once for this machine, what neither this process nor the workers find in the cache."""
+
+    def _start_workers(self, config: LaunchConfig, run_dir: RunDir) -> None:
+        by_layer = {experts.layer: experts for experts in self.model.expert_layers}
+        configs, segments = [], []
+        run_id = f"{os.getpid():x}"
+        names = tuple(segment_name(run_id, worker_id) for worker_id in range(len(self.plan.workers)))
+        run_dir.describe(ClusterInfo(os.getpid(), str(self.checkpoint.path), names))
+        for worker_id, (name, share) in enumerate(zip(names, self.plan.workers, strict=True)):
+            experts = tuple(by_layer[layer] for layer in share.layers)
+            slots = tuple(
+                LayerSlots(layer.layer, layer.num_experts, num_slots, layer.shape.slab_bytes)
+                for layer, num_slots in zip(experts, share.num_slots, strict=True)
+            )
+            segments.append(Segment.create(name, pool_bytes(slots)))
+            configs.append(self._worker_config(config, worker_id, name, experts, slots))
+        self.supervisor.start(configs, segments)
+
+    def _worker_config(
+        self, config: LaunchConfig, worker_id: int, segment: str, experts: tuple[ExpertLayer, ...],
+        slots: tuple[LayerSlots, ...],
+    ) -> WorkerConfig:  # fmt: skip
+        router = next(layer.mlp.router for layer in self.model.layers if isinstance(layer.mlp, MoeSpec))
+        return WorkerConfig(
+            worker_id=worker_id,
+            segment_name=segment,
+            expert_layers=experts,
+            slots=slots,
+            files=self.checkpoint.files,
+            fingerprint=self.checkpoint.fingerprint,
+            top_k=router.top_k,
+            max_tokens=config.prefill_chunk,
+            num_threads=self.plan.num_threads,
+            io_mode=config.io,
+            io_threads=config.io_threads,
+            planes=config.planes,
+        )
+
+    def _load_weights(self) -> None:
+        self.weights = load_resident(self.checkpoint, self.model)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def forward(self, rows: list[Rows]) -> Floats:
+        """Compute one step; see the module docstring and `engine.Model.forward`.
+
+        Raises:
+            Stopping: the cluster is to end.
+            WorkerDied: the cluster cannot go on.
+            ColibriError: this step failed; KV of its rows may be half written, their sequences are to be dropped.
+        """
+        self._step += 1
+        batch = make_batch(rows)
+        weights = self.weights
+        tokens = np.array([t for part in rows for t in part.token_ids], np.int32)
+        x = gather_rows(weights.embed, tokens)
+        for layer_idx, layer in enumerate(weights.layers):
+            if self._should_stop():
+                raise Stopping
+            self._attention(x, layer.attention, self.kv, layer_idx, batch)
+            self._add_mlp(x, layer, layer_idx)
+        wanted = logit_rows(rows)
+        return (
+            self._head(x[wanted], weights.final_norm, weights.head)
+            if wanted
+            else np.empty((0, self.vocab_size), np.float32)
+        )
+
+    def _add_mlp(self, x: Floats, layer: ResidentLayer, layer_idx: int) -> None:
+        """x += mlp(norm(x)), in place."""
+        if layer.dense_slab is not None:
+            x += self._dense_mlp(x, layer)
+            return
+        assert layer.gate is not None
+        h, ids, weights = self._router(x, layer.mlp_norm, layer.gate)
+        routed = self.supervisor.route(self._step, layer_idx, h, ids, weights)
+        self._count(layer_idx, routed.counters)
+        x += routed.y
+
+    def _dense_mlp(self, x: Floats, layer: ResidentLayer) -> Floats:
+        """A dense block is an expert that every token uses with weight 1."""
+        assert self._dense is not None
+        assert layer.dense_slab is not None
+        num_tokens = len(x)
+        h = rms_norm(x, layer.mlp_norm, self.model.norm_eps)
+        self._dense.begin(h, np.zeros((num_tokens, 1), np.int32), np.ones((num_tokens, 1), np.float32))
+        self._dense.compute(np.zeros(1, np.int32), np.array([layer.dense_slab.ctypes.data], np.int64))
+        out = np.empty_like(x)
+        self._dense.finish(out)
+        return out
+
+    # -- reports -------------------------------------------------------------------------------------------------------
+
+    def cache_counters(self) -> dict[str, float]:
+        """Totals of all workers since the start; the names of `messages.StepCounters`."""
+        total: Counter[str] = Counter(dict.fromkeys(StepCounters.__struct_fields__, 0))
+        for counters in self._totals.values():
+            total.update(counters)
+        return dict(total)
+
+    def describe_model(self) -> dict[str, Any]:
+        """What `status` says of the model."""
+        return {
+            "path": str(self.checkpoint.path),
+            "model_type": self.model.model_type,
+            "num_layers": len(self.model.layers),
+            "stored_bytes": self.checkpoint.total_bytes,
+            "fingerprint": self.checkpoint.fingerprint,
+            "ctx_tokens": self.max_context,
+        }
+
+    def describe_workers(self) -> list[dict[str, Any]]:
+        """What `status` says of each worker."""
+        return [
+            {
+                "worker_id": worker.config.worker_id,
+                "pid": worker.process.pid,
+                "layers": worker.config.describe_layers(),
+                "num_slots": sum(layer.num_slots for layer in worker.config.slots),
+                "pool_bytes": worker.segment.nbytes,
+                **{name: self._totals[worker.config.worker_id][name] for name in StepCounters.__struct_fields__},
+            }
+            for worker in self.supervisor.workers
+        ]
+
+    def processes(self) -> list[tuple[str, int]]:
+        """Names and pids of this cluster's processes, multiprocessing's resource tracker included."""
+        names = {worker.process.pid: f"worker {worker.config.worker_id}" for worker in self.supervisor.workers}
+        children = [(names.get(child.pid, "resource tracker"), child.pid) for child in psutil.Process().children()]
+        return [("coordinator", os.getpid()), *sorted(children)]
+
+    def _count(self, layer: int, counters: StepCounters) -> None:
+        self._totals[self.supervisor.owner_of(layer)].update(msgspec.structs.asdict(counters))
+
+
+def make_batch(rows: list[Rows]) -> Batch:
+    """Positions, sequence of each row, and the block table [S, longest] of a step (unused entries 0)."""
+    positions = np.concatenate([np.arange(part.start, part.start + part.count, dtype=np.int32) for part in rows])
+    sequence_idx = np.repeat(np.arange(len(rows), dtype=np.int32), [part.count for part in rows])
+    block_table = np.zeros((len(rows), max(len(part.sequence.blocks) for part in rows)), np.int32)
+    for idx, part in enumerate(rows):
+        block_table[idx, : len(part.sequence.blocks)] = part.sequence.blocks
+    return Batch(positions, sequence_idx, block_table)
+
+
+def logit_rows(rows: list[Rows]) -> list[int]:
+    """Indices of the step's rows whose logits are wanted."""
+    wanted: list[int] = []
+    end = 0
+    for part in rows:
+        end += part.count
+        wanted += range(end - part.num_logits, end)
+    return wanted

@@ -1,0 +1,311 @@
+"""The loop: schedule, forward, sample, reply. One `step()` advances every running request.
+
+The engine owns requests and their progress; it knows nothing of sockets (it emits messages through a callable) and
+nothing of processes (`Model.forward` does). A `ColibriError` of a step fails the requests in it and no others.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from colibri_mp.errors import ColibriError, RequestError
+from colibri_mp.messages import Conversation, Failed, Finished, Floats, Generate, Message, Piece, Prompt, Score, Scores
+from colibri_mp.sampling import Sampler, resolve
+from colibri_mp.scheduler import Rows, Scheduler, Sequence
+from colibri_mp.stopping import StopStrings
+from colibri_mp.tokenizer import StreamDecoder, Tokenizer
+
+Emit = Callable[[bytes, Message], None]
+
+
+class Model(Protocol):
+    """What the engine needs of the coordinator."""
+
+    max_context: int
+    vocab_size: int
+    max_logit_rows: int
+
+    def forward(self, rows: list[Rows]) -> Floats:
+        """Logits float32 [R, V] of the last `num_logits` rows of each part, in order."""
+
+    def cache_counters(self) -> dict[str, float]:
+        """Monotonic totals: hits, misses, bytes_read, disk_s."""
+
+
+@dataclass(eq=False)
+class Generation:
+    """A `Generate` under way."""
+
+    client: bytes
+    request: Generate
+    sequence: Sequence
+    sampler: Sampler
+    decoder: StreamDecoder | None
+    stops: StopStrings
+    stop_ids: frozenset[int]
+    num_prompt: int
+    max_tokens: int
+    counters_before: dict[str, float]
+    started: float = field(default_factory=time.perf_counter)
+    first_token_s: float | None = None
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.sequence.token_ids) - self.num_prompt
+
+
+@dataclass(eq=False)
+class Scoring:
+    """A `Score` under way: one sequence a prompt, with the logits gathered so far."""
+
+    client: bytes
+    request: Score
+    sequences: list[Sequence]
+    logits: list[list[Floats]]
+    num_left: int
+
+
+class Engine:
+    """Requests of all clients over one model."""
+
+    def __init__(
+        self, model: Model, scheduler: Scheduler, tokenizer: Tokenizer | None, defaults: dict[str, Any],
+        eos_ids: frozenset[int], emit: Emit,
+    ) -> None:  # fmt: skip
+        self.model = model
+        self.scheduler = scheduler
+        self.tokenizer = tokenizer
+        self.defaults = defaults
+        self.eos_ids = eos_ids
+        self._emit = emit
+        self._requests: dict[tuple[bytes, int], Generation | Scoring] = {}
+        self._owners: dict[int, Generation | Scoring] = {}  # by id() of the sequence
+        self.num_steps = 0
+        self.num_tokens = 0
+
+    # -- requests in ---------------------------------------------------------------------------------------------------
+
+    def submit(self, client: bytes, request: Generate | Score) -> None:
+        """Begin a request; a bad one is answered with `Failed` at once."""
+        try:
+            if (client, request.request_id) in self._requests:
+                raise RequestError(f"request {request.request_id} of this client is still running; use another id")
+            job = self._generation(client, request) if isinstance(request, Generate) else self._scoring(client, request)
+            for sequence in _sequences(job):
+                self.scheduler.allocator.check(sequence.projected_tokens)
+        except ColibriError as error:
+            self._emit(client, Failed(request.request_id, error.kind, str(error)))
+            return
+        self._requests[client, request.request_id] = job
+        for sequence in _sequences(job):
+            self._owners[id(sequence)] = job
+            self.scheduler.add(sequence)
+
+    def cancel(self, client: bytes, request_id: int) -> None:
+        """End a request early; nothing happens if it has ended."""
+        job = self._requests.get((client, request_id))
+        if isinstance(job, Generation):
+            self._finish(job, "cancelled")
+        elif job is not None:
+            self._drop(job)
+            self._emit(client, Failed(request_id, "request", "cancelled"))
+
+    def forget_client(self, client: bytes) -> None:
+        """Drop all requests of a client that has gone."""
+        for (owner, _), job in list(self._requests.items()):
+            if owner == client:
+                self._drop(job)
+
+    def fail_all(self, error: ColibriError) -> None:
+        """Answer every request with `error`."""
+        for job in list(self._requests.values()):
+            self._fail(job, error)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not self._requests
+
+    @property
+    def num_requests(self) -> int:
+        """Requests under way, waiting ones included."""
+        return len(self._requests)
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Advance every scheduled request by one step.
+
+        Raises:
+            WorkerDied: the cluster cannot go on (other errors fail the requests of this step only).
+        """
+        rows = self.scheduler.schedule()
+        if not rows:
+            return
+        try:
+            logits = self.model.forward(rows)
+        except ColibriError as error:
+            if error.kind == "worker_died":
+                raise
+            for job in {id(j): j for j in (self._owners[id(part.sequence)] for part in rows)}.values():
+                self._fail(job, error)
+            return
+        self.scheduler.advance(rows)
+        self.num_steps += 1
+        self.num_tokens += sum(part.count for part in rows)
+        for part, part_logits in list(_split(rows, logits)):  # before tokens are appended: that changes `num_logits`
+            job = self._owners.get(id(part.sequence))
+            if isinstance(job, Generation) and part.reaches_end:
+                self._next_token(job, part_logits[-1])
+            elif isinstance(job, Scoring):
+                self._collect(job, part, part_logits)
+
+    def _next_token(self, job: Generation, logits: Floats) -> None:
+        token = job.sampler.next_token(logits)
+        if job.first_token_s is None:
+            job.first_token_s = time.perf_counter() - job.started
+        if token in job.stop_ids:
+            self._finish(job, "stop")
+            return
+        job.sequence.token_ids.append(token)
+        text = job.stops.push(job.decoder.push(token)) if job.decoder else ""
+        self._emit(job.client, Piece(job.request.request_id, [token], text))
+        if job.stops.stopped:
+            self._finish(job, "stop")
+        elif job.num_generated >= job.max_tokens:
+            self._finish(job, "length")
+
+    def _collect(self, job: Scoring, part: Rows, logits: Floats) -> None:
+        idx = job.sequences.index(part.sequence)
+        job.logits[idx].append(logits.copy())
+        if not part.reaches_end:
+            return
+        self._release(part.sequence)
+        self._emit(job.client, Scores(job.request.request_id, idx, np.concatenate(job.logits[idx])))
+        job.logits[idx] = []
+        job.num_left -= 1
+        if job.num_left == 0:
+            del self._requests[job.client, job.request.request_id]
+
+    # -- endings -------------------------------------------------------------------------------------------------------
+
+    def _finish(self, job: Generation, reason: str) -> None:
+        rest = (
+            ""
+            if job.stops.stopped or job.decoder is None
+            else job.stops.push(job.decoder.finish()) + job.stops.finish()
+        )
+        self._drop(job)
+        self._emit(job.client, Finished(job.request.request_id, reason, rest, self._stats(job)))
+
+    def _fail(self, job: Generation | Scoring, error: ColibriError) -> None:
+        self._drop(job)
+        self._emit(job.client, Failed(job.request.request_id, error.kind, str(error)))
+
+    def _drop(self, job: Generation | Scoring) -> None:
+        for sequence in _sequences(job):
+            self._release(sequence)
+        self._requests.pop((job.client, job.request.request_id), None)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.scheduler.remove(sequence)
+        self._owners.pop(id(sequence), None)
+
+    def _stats(self, job: Generation) -> dict[str, Any]:
+        total_s = time.perf_counter() - job.started
+        first_s = job.first_token_s if job.first_token_s is not None else total_s
+        decode_s = total_s - first_s
+        after = self.model.cache_counters()
+        cache = {name: after[name] - job.counters_before[name] for name in after}
+        asked = cache["hits"] + cache["misses"]
+        return {
+            "prompt_tokens": job.num_prompt,
+            "completion_tokens": job.num_generated,
+            "ttft_s": first_s,
+            "prefill_tok_s": job.num_prompt / first_s if first_s > 0 else 0.0,
+            "decode_tok_s": (job.num_generated - 1) / decode_s if decode_s > 0 and job.num_generated > 1 else 0.0,
+            "seed": job.sampler.params.seed,
+            "cache": {**cache, "hit_rate": cache["hits"] / asked if asked else 0.0},
+        }
+
+    # -- making jobs ---------------------------------------------------------------------------------------------------
+
+    def _generation(self, client: bytes, request: Generate) -> Generation:
+        prompt_ids = self._prompt_ids(request.prompt)
+        max_tokens = self._max_tokens(len(prompt_ids), request.max_tokens)
+        params = resolve(request.sampling, self.defaults, secrets.randbits(63))
+        if request.stop and self.tokenizer is None:
+            raise RequestError(
+                "stop strings need a tokenizer and this checkpoint has none; use stop tokens of its config"
+            )
+        sequence = Sequence(prompt_ids, len(prompt_ids) + max_tokens, self.scheduler.max_rows)
+        return Generation(
+            client, request, sequence, Sampler(params, prompt_ids),
+            self.tokenizer.stream() if self.tokenizer else None, StopStrings(request.stop),
+            frozenset() if request.ignore_eos else self.eos_ids, len(prompt_ids), max_tokens, self.model.cache_counters(),
+        )  # fmt: skip
+
+    def _scoring(self, client: bytes, request: Score) -> Scoring:
+        if not request.prompts:
+            raise RequestError("no prompt to score")
+        if request.chunk is not None and request.chunk < 1:
+            raise RequestError(f"chunk must be at least 1, not {request.chunk}")
+        chunk = min(request.chunk or self.scheduler.max_rows, self.model.max_logit_rows // len(request.prompts) or 1)
+        sequences = []
+        for prompt in request.prompts:
+            self._check_ids(prompt)
+            sequences.append(Sequence(list(prompt), len(prompt), chunk, all_logits=True))
+        return Scoring(client, request, sequences, [[] for _ in sequences], len(sequences))
+
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, list):
+            ids = list(prompt)
+        elif self.tokenizer is None:
+            raise RequestError("this checkpoint has no tokenizer.json: give token ids (--prompt-ids 1,2,3)")
+        elif isinstance(prompt, Conversation):
+            ids = self.tokenizer.encode_chat([{"role": m.role, "content": m.content} for m in prompt.messages])
+        else:
+            ids = self.tokenizer.encode(prompt)
+        self._check_ids(ids)
+        return ids
+
+    def _check_ids(self, ids: list[int]) -> None:
+        if not ids:
+            raise RequestError("the prompt is empty")
+        for token in ids:
+            if not 0 <= token < self.model.vocab_size:
+                raise RequestError(f"token id {token} is outside the vocabulary 0..{self.model.vocab_size - 1}")
+        if len(ids) > self.model.max_context:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, the context holds {self.model.max_context}; "
+                "shorten it or launch with a larger --ctx (the model's own limit is in `plan`)"
+            )
+
+    def _max_tokens(self, num_prompt: int, asked: int | None) -> int:
+        """`asked`, clamped to what the context still holds."""
+        if asked is not None and asked < 1:
+            raise RequestError(f"max_tokens must be at least 1, not {asked}")
+        room = self.model.max_context - num_prompt
+        if room < 1:
+            raise RequestError(
+                f"the prompt fills the context of {self.model.max_context} tokens, there is no room to generate; "
+                "shorten it or launch with a larger --ctx"
+            )
+        return room if asked is None else min(asked, room)
+
+
+def _sequences(job: Generation | Scoring) -> list[Sequence]:
+    return [job.sequence] if isinstance(job, Generation) else job.sequences
+
+
+def _split(rows: list[Rows], logits: Floats) -> Iterator[tuple[Rows, Floats]]:
+    """Each part with its own `num_logits` rows of `logits`."""
+    start = 0
+    for part in rows:
+        yield part, logits[start : start + part.num_logits]
+        start += part.num_logits

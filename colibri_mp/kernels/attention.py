@@ -1,0 +1,266 @@
+"""One attention block as one compiled call: x += o(attention(norm(x))), keys and values of the new rows stored first.
+
+    stage = AttentionStage(team, spec, tables, max_tokens, max_context)
+    stage(x, weights, kv, layer_idx, Batch(positions, sequence_idx, block_table))
+
+What a row gives depends on its position, its sequence's cache and the weights alone, to the bit: not on the other rows, the
+chunks of a prompt, the number of threads, or where the blocks lie. Phases: `attention_stage`; inner loops:
+`attention_core`, `attention_tiles`; cache: `kv_cache`; the same in plain numpy: `reference_attention`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from colibri_mp.errors import RequestError
+from colibri_mp.kernels import attention_stage
+from colibri_mp.kernels.attention_stage import FRAME, NORM_FULL, NORM_HEAD, NORM_NONE, PLACE, STEP_FIELDS, plan_batch
+from colibri_mp.kernels.attention_tiles import SCORE_STRIDE, SPLIT_TOKENS
+from colibri_mp.kernels.kv_cache import BLOCK_TOKENS as BLOCK_TOKENS
+from colibri_mp.kernels.kv_cache import KVCache, padded_head_dim, tile_floats
+from colibri_mp.kernels.layout import PackedMatrix, num_blocks
+from colibri_mp.kernels.linear import DEFAULT_PLANES, describe, row_table
+from colibri_mp.kernels.rope import RopeTables
+from colibri_mp.specs import AttentionSpec
+from colibri_mp.kernels.team import ThreadTeam, aligned_bytes
+
+F32Array = NDArray[np.float32]
+I32Array = NDArray[np.int32]
+
+CHUNK_QUERIES = 32
+"""Query vectors that share a pass over the cache (more if a key-value head has more query heads)."""
+
+MAX_PARTIALS_BYTES = 4 << 20
+"""Room for partials when the splits of one chunk are shared among threads; a longer context is not shared."""
+
+_ITEMS_A_THREAD = 4
+_NO_WINDOW = 1 << 40
+_QK_NORM = {"none": NORM_NONE, "head": NORM_HEAD, "full": NORM_FULL}
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionWeights:
+    """Weights of one attention block. Vectors are C-contiguous float32; those that the spec lacks are None.
+
+    norm [D]; q [num_heads * head_dim, D], k and v [num_kv_heads * head_dim, D], o [D, num_heads * head_dim];
+    q_norm and k_norm [head_dim] for "head", [rows of q], [rows of k] for "full".
+    """
+
+    norm: F32Array
+    q: PackedMatrix
+    k: PackedMatrix
+    v: PackedMatrix
+    o: PackedMatrix
+    q_bias: F32Array | None = None
+    k_bias: F32Array | None = None
+    v_bias: F32Array | None = None
+    o_bias: F32Array | None = None
+    q_norm: F32Array | None = None
+    k_norm: F32Array | None = None
+
+    def check(self, spec: AttentionSpec) -> None:
+        """Our own invariant: the loader has compared the checkpoint with its configuration."""
+        shapes = {"q": (spec.q_width, spec.hidden), "k": (spec.kv_width, spec.hidden), "v": (spec.kv_width, spec.hidden)}
+        for name, shape in {**shapes, "o": (spec.hidden, spec.q_width)}.items():
+            matrix = getattr(self, name)
+            assert (matrix.rows, matrix.cols) == shape, f"{name} is [{matrix.rows}, {matrix.cols}], not {shape}"
+        norm_widths = {"none": (0, 0), "head": (spec.head_dim, spec.head_dim), "full": (spec.q_width, spec.kv_width)}
+        q_norm, k_norm = norm_widths[spec.qk_norm]
+        widths = {"norm": spec.hidden, "q_norm": q_norm, "k_norm": k_norm, "o_bias": spec.hidden * spec.o_bias}
+        widths |= {"q_bias": spec.q_width * spec.qkv_bias}
+        widths |= {"k_bias": spec.kv_width * spec.qkv_bias, "v_bias": spec.kv_width * spec.qkv_bias}
+        for name, width in widths.items():
+            vector = getattr(self, name)
+            assert (0 if vector is None else vector.size) == width, f"{name} must have {width} elements"
+            assert vector is None or (vector.dtype == np.float32 and vector.flags.c_contiguous), f"{name} must be plain float32"
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The rows of one step. All int32, C-contiguous.
+
+    positions [T]: of each row in its sequence; sequence_idx [T]: its row of the block table;
+    block_table [S, max_blocks]: id of the block that holds the positions 16 * i .. 16 * i + 15 (entries beyond are not read).
+    Rows of a sequence come in ascending order of position; consecutive ones next to each other share work.
+    """
+
+    positions: I32Array
+    sequence_idx: I32Array
+    block_table: I32Array
+
+    def __post_init__(self) -> None:
+        for array in (self.positions, self.sequence_idx, self.block_table):
+            assert array.dtype == np.int32 and array.flags.c_contiguous, "batches are plain int32"
+        assert self.positions.shape == self.sequence_idx.shape and self.block_table.ndim == 2
+
+
+class AttentionStage:
+    """Attention of one shape, with its scratch memory; for all layers of that shape, one call at a time.
+
+    `planes`: see `linear`. Weights met in a call are kept (a few kB each) until the stage goes.
+    """
+
+    def __init__(
+        self,
+        team: ThreadTeam,
+        spec: AttentionSpec,
+        tables: RopeTables,
+        max_tokens: int,
+        max_context: int,
+        planes: int = DEFAULT_PLANES,
+    ) -> None:
+        assert tables.cos.shape[0] >= max_context and tables.rotary_dim <= spec.head_dim
+        self.spec, self.max_tokens, self.max_context = spec, max_tokens, max_context
+        self._team, self._tables, self._planes = team, tables, planes
+        self._sizes = _Sizes(spec, max_tokens, max_context, team.num_threads)
+        self._rows_a_place = max(1, self._sizes.max_queries // spec.group_size)
+        self._activations = {name: _Rows(max_tokens, width) for name, width in self._sizes.widths.items()}
+        self._scratch = aligned_bytes(self._sizes.scratch_bytes * team.num_threads)
+        self._partials = aligned_bytes(self._sizes.partial_bytes * self._sizes.num_partials)
+        self._places = np.zeros(max_tokens, PLACE)
+        self._summary = np.zeros(3, np.int64)
+        self._prepared: dict[tuple[int, int], tuple[NDArray[np.uint8], NDArray[np.int64]]] = {}
+        self._template = self._make_template()
+        self._frames: dict[int, tuple[AttentionWeights, NDArray[np.void], NDArray[np.int64]]] = {}
+
+    @staticmethod
+    def scratch_bytes(
+        spec: AttentionSpec, max_tokens: int, max_context: int, num_threads: int, num_forms: int = 1
+    ) -> int:
+        """Bytes a stage allocates, at most. `num_forms`: group sizes (dense counting as one) that q, k, v of a layer mix."""
+        sizes = _Sizes(spec, max_tokens, max_context, num_threads)
+        rows = sum(-(-width // 16) * 16 * 4 for width in sizes.widths.values())
+        prepared = num_forms * (max(spec.hidden, spec.q_width) * 9 // 2 + 64)
+        tables = 8 * (len(sizes.widths) + num_forms) + PLACE.itemsize
+        fixed = sizes.scratch_bytes * num_threads + sizes.partial_bytes * sizes.num_partials
+        return max_tokens * (rows + prepared + tables) + fixed
+
+    def __call__(self, x: F32Array, weights: AttentionWeights, kv: KVCache, layer_idx: int, batch: Batch) -> None:
+        """x [T, D] float32, C-contiguous, 1 <= T <= max_tokens: x += attention(norm(x)) in place.
+
+        `layer_idx` counts the layers of `kv`. Raises RequestError when a position is not in the context or in its blocks.
+        """
+        num_tokens = batch.positions.size
+        assert x.shape == (num_tokens, self.spec.hidden) and x.dtype == np.float32 and x.flags.c_contiguous
+        assert 1 <= num_tokens <= self.max_tokens and 0 <= layer_idx < kv.num_layers
+        assert (kv.num_kv_heads, kv.head_dim) == (self.spec.num_kv_heads, self.spec.head_dim)
+        num_places, num_splits = self._plan(batch, kv)
+        num_items = num_places * self.spec.num_kv_heads
+        frame, step = self._bound(weights)
+        step[:] = (
+            x.ctypes.data, num_tokens, batch.positions.ctypes.data, batch.sequence_idx.ctypes.data,
+            batch.block_table.ctypes.data, batch.block_table.shape[1], kv.tiles.ctypes.data + layer_idx * kv.tiles.strides[0],
+            num_places, num_items, num_splits, num_items if self._shares_splits(num_items, num_splits) else 0,
+        )  # fmt: skip
+        self._team.run(attention_stage.STAGE, frame)
+
+    def _plan(self, batch: Batch, kv: KVCache) -> tuple[int, int]:
+        """(places, splits up to the last position); the places are left in `self._places`."""
+        plan_batch(
+            batch.positions.ctypes.data, batch.sequence_idx.ctypes.data, batch.block_table.ctypes.data,
+            batch.positions.size, *batch.block_table.shape, kv.num_blocks,
+            self.max_context, self.spec.window or _NO_WINDOW, self.spec.group_size, self._rows_a_place,
+            self._places.ctypes.data, self._summary.ctypes.data,
+        )  # fmt: skip
+        num_places, last_position, bad = self._summary.tolist()
+        if bad >= 0:
+            raise RequestError(
+                f"row {bad} of a step (position {batch.positions[bad]}, sequence {batch.sequence_idx[bad]}) is outside "
+                f"the context of {self.max_context} tokens, the {batch.block_table.shape} block table or the {kv.num_blocks} blocks"
+            )
+        return num_places, last_position // SPLIT_TOKENS + 1
+
+    def _shares_splits(self, num_items: int, num_splits: int) -> bool:
+        """Whether several threads should work on one item: too few items to go round, and room for the partials."""
+        few = num_items < _ITEMS_A_THREAD * self._team.num_threads
+        return num_splits > 1 and few and num_items * num_splits <= self._sizes.num_partials
+
+    def _bound(self, weights: AttentionWeights) -> tuple[NDArray[np.void], NDArray[np.int64]]:
+        """The frame for these weights, and a view of its step fields."""
+        known = self._frames.get(id(weights))
+        if known is None:
+            weights.check(self.spec)
+            frame = self._template.copy()
+            self._bind_matrices(frame, weights)
+            for name in ("q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "o_bias"):
+                frame[name] = _address(getattr(weights, name))
+            frame["norm_weight"] = _address(weights.norm)
+            known = (weights, frame, frame.view(np.int64)[: len(STEP_FIELDS)])
+            self._frames[id(weights)] = known
+        return known[1:]
+
+    def _bind_matrices(self, frame: NDArray[np.void], weights: AttentionWeights) -> None:
+        """Describe q, k, v, o and give each a buffer of prepared rows; equal forms share one, and o takes q's when q is done."""
+        buffers: dict[tuple[int, int], int] = {}
+        for name in ("q", "k", "v", "o"):
+            matrix = describe(getattr(weights, name), self._planes)
+            row_bytes = int(matrix["prepared_bytes"][0])
+            form = (int(matrix["form"][0]), row_bytes)
+            slot = 0 if name == "o" else buffers.setdefault(form, len(buffers))
+            prepared, xs = self._prepared_rows(slot, row_bytes)
+            frame[f"{name}_matrix"] = matrix
+            frame[f"{name}_prepared"], frame[f"{name}_xs"] = prepared.ctypes.data, xs.ctypes.data
+
+    def _prepared_rows(self, slot: int, row_bytes: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """A buffer of prepared rows and the table of their addresses; made when first asked for."""
+        if (slot, row_bytes) not in self._prepared:
+            largest = max(self.spec.hidden, self.spec.q_width) * 9 // 2 + 64
+            shared = [buffer for (other, _), (buffer, _) in self._prepared.items() if other == slot]
+            buffer = shared[0] if shared else aligned_bytes(self.max_tokens * largest)
+            self._prepared[slot, row_bytes] = (buffer, row_table(buffer.ctypes.data, row_bytes, self.max_tokens))
+        return self._prepared[slot, row_bytes]
+
+    def _make_template(self) -> NDArray[np.void]:
+        """A frame with everything that is the same for all layers."""
+        spec, sizes, frame = self.spec, self._sizes, np.zeros(1, FRAME)
+        for name in ("hidden", "num_heads", "num_kv_heads", "head_dim", "group_size", "scale"):
+            frame[name] = getattr(spec, name)
+        for name in ("max_queries", "value_parts", "scores_offset", "largest_offset", "partial_offset", "merged_offset",
+                     "factors_offset", "scratch_bytes", "partial_bytes"):  # fmt: skip
+            frame[name] = getattr(sizes, name)
+        for name, rows in self._activations.items():
+            frame[name], frame[f"{name}_rows"] = rows.data.ctypes.data, rows.table.ctypes.data
+        frame["q_stride"], frame["k_stride"], frame["out_stride"] = (self._activations[n].stride for n in ("q", "k", "out"))
+        frame["context"], frame["context_stride"] = frame["q"], frame["q_stride"]
+        frame["cos"], frame["sin"] = _address(self._tables.cos), _address(self._tables.sin)
+        frame["rotary_half"] = self._tables.rotary_dim // 2
+        frame["eps"], frame["clip"] = spec.norm_eps, spec.clip_qkv or 0.0
+        frame["qk_norm"], frame["window"] = _QK_NORM[spec.qk_norm], spec.window or _NO_WINDOW
+        frame["tile_bytes"], frame["values_offset"] = 4 * tile_floats(spec.head_dim), 64 * spec.head_dim
+        frame["scratch"], frame["num_scratches"] = self._scratch.ctypes.data, self._team.num_threads
+        frame["places"], frame["partials"] = self._places.ctypes.data, self._partials.ctypes.data
+        return frame
+
+
+def _address(array: F32Array | None) -> int:
+    return 0 if array is None else int(array.ctypes.data)
+
+
+class _Rows:
+    """A buffer of `num_rows` rows with room for `width` values, padded to whole vectors, and the table of its rows."""
+
+    def __init__(self, num_rows: int, width: int) -> None:
+        self.stride = num_blocks(width) * 64
+        self.data = aligned_bytes(num_rows * self.stride)
+        self.table = row_table(self.data.ctypes.data, self.stride, num_rows)
+
+
+class _Sizes:
+    """Sizes and offsets in bytes of a stage's scratch memory (see `attention_core` for the layouts)."""
+
+    def __init__(self, spec: AttentionSpec, max_tokens: int, max_context: int, num_threads: int) -> None:
+        self.widths = {"q": spec.q_width, "k": spec.kv_width, "v": spec.kv_width, "out": spec.hidden}
+        self.max_queries = -(-max(CHUNK_QUERIES, spec.group_size) // 16) * 16
+        padded = padded_head_dim(spec.head_dim)
+        self.value_parts = padded // 16
+        self.largest_offset = self.max_queries * padded * 4
+        self.partial_bytes = self.largest_offset + self.max_queries * 8
+        self.scores_offset = -(-max(self.max_queries * spec.head_dim, spec.hidden) // 16) * 64
+        self.partial_offset = self.scores_offset + self.max_queries * SCORE_STRIDE * 4
+        self.merged_offset = self.partial_offset + self.partial_bytes
+        self.factors_offset = self.merged_offset + self.partial_bytes
+        self.scratch_bytes = self.factors_offset + self.max_queries * 8
+        num_splits = -(-max_context // SPLIT_TOKENS)
+        wanted = _ITEMS_A_THREAD * num_threads * num_splits if num_threads > 1 and num_splits > 1 else 0
+        self.num_partials = min(wanted, MAX_PARTIALS_BYTES // self.partial_bytes)

@@ -1,0 +1,368 @@
+"""The compiled attention block: its frame, the plan of a batch, and the seven phases between which the team meets.
+
+    0  norm         rows of x -> RMS norm -> prepared rows for q, k and v
+    1  project      blocks of q, k and v rows -> queries, keys, values of all tokens
+    2  turn         rows: biases, q/k norm, clip, rotary embedding, scale; keys and values go to the cache
+    3  attend       chunks of queries over the cache (`attention_core`); the context takes the queries' place
+    4  merge        only if phase 3 shared the splits of one chunk among threads: partials -> context
+    5  prepare      rows of the context -> prepared rows for o
+    6  output       blocks of o rows; x += the product (+ bias)
+
+Threads take scratch memory by a ticket: see `_scratch`.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from colibri_mp.kernels import attention_core as core
+from colibri_mp.kernels.attention_tiles import QUERIES, SPLIT_TOKENS
+from colibri_mp.kernels.jit import Native, compiled
+from colibri_mp.kernels.linear import MATRIX, blocks_per_chunk, multiply_blocks, prepare_rows
+from colibri_mp.kernels.norm import load_up_to16, rms_norm_row, store_up_to16
+from colibri_mp.kernels.team import barrier, done, take
+from colibri_mp.kernels.vectors import call_native3, get_f32, get_i32, max16, min16, record_at, set_f32, set_i64, splat16, store16
+
+STEP_FIELDS = (
+    "x", "num_tokens", "positions", "sequences", "block_table", "max_blocks", "kv_layer",
+    "num_places", "num_items", "num_splits", "num_shared",
+)  # fmt: skip
+"""Fields that change from call to call, int64; they come first in FRAME.
+
+num_items: chunks, places x key-value heads; num_splits: splits up to the batch's last position; num_shared: num_items if their
+splits are shared among threads, else 0.
+"""
+
+FRAME = np.dtype(
+    [
+        *[(name, np.int64) for name in STEP_FIELDS],
+        ("q_matrix", MATRIX),
+        ("k_matrix", MATRIX),
+        ("v_matrix", MATRIX),
+        ("o_matrix", MATRIX),
+        *[(name, np.int64) for name in (
+            "hidden", "num_heads", "num_kv_heads", "head_dim", "group_size", "qk_norm", "window", "rotary_half",
+            "norm_weight", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "o_bias", "cos", "sin",
+            "q", "k", "v", "out", "context", "q_stride", "k_stride", "out_stride", "context_stride",
+            "q_rows", "k_rows", "v_rows", "out_rows",
+            "q_prepared", "k_prepared", "v_prepared", "o_prepared", "q_xs", "k_xs", "v_xs", "o_xs",
+            "places", "tile_bytes", "values_offset", "value_parts", "max_queries", "largest_offset",
+            "scores_offset", "partial_offset", "merged_offset", "factors_offset",
+            "scratch", "scratch_bytes", "num_scratches", "partials", "partial_bytes",
+        )],  # fmt: skip
+        ("eps", np.float64),
+        ("scale", np.float64),
+        ("clip", np.float64),
+    ]
+)
+"""`*_rows`: tables of output rows, `*_xs`: of prepared rows (see `linear`); 0 where an address is of something that is not there."""
+
+PLACE = np.dtype([(name, np.int64) for name in ("row", "num_rows", "position", "sequence", "num_queries", "num_groups")])
+"""Rows of one sequence with consecutive positions; the queries are those of one key-value head."""
+PLACE_BYTES = PLACE.itemsize
+
+NORM_NONE, NORM_HEAD, NORM_FULL = 0, 1, 2
+_TOKENS_A_CHUNK = 4
+
+# Not Python ints: `take`, `barrier` and `done` would be compiled anew for each literal.
+_NORM, _PROJECT, _TURN, _ATTEND, _MERGE, _PREPARE, _OUTPUT, _MEMORY = (np.int64(phase) for phase in (0, 1, 2, 3, 4, 5, 6, 15))
+
+
+@compiled
+def plan_batch(
+    positions: int, sequences: int, table: int, num_tokens: int, num_sequences: int, max_blocks: int, num_blocks: int,
+    max_context: int, window: int, group_size: int, rows_a_place: int, places: int, summary: int,
+) -> None:  # fmt: skip
+    """Cut a batch into places (see PLACE). summary int64 [3]: number of places, last position, first row in error or -1.
+
+    A row is in error when its position or sequence is out of range, or a block that it may read is.
+    """
+    count, last_position, bad = 0, 0, -1
+    for row in range(num_tokens):
+        position, sequence = get_i32(positions + 4 * row), get_i32(sequences + 4 * row)
+        place = record_at(places + max(count - 1, 0) * PLACE_BYTES, PLACE)
+        if not (0 <= position < max_context and 0 <= sequence < num_sequences and position // 16 < max_blocks):
+            bad = row
+            break
+        last_position = max(last_position, position)
+        follows = count > 0 and place.sequence == sequence and place.position + place.num_rows == position
+        if follows and place.num_rows < rows_a_place:
+            first_block = position // 16
+            place.num_rows += 1
+        else:
+            first_block = max(0, position - window + 1) // 16
+            place = record_at(places + count * PLACE_BYTES, PLACE)
+            place.row, place.num_rows, place.position, place.sequence = row, 1, position, sequence
+            count += 1
+        place.num_queries = place.num_rows * group_size
+        place.num_groups = (place.num_queries + QUERIES - 1) // QUERIES
+        for block in range(first_block, position // 16 + 1):
+            block_id = get_i32(table + (sequence * max_blocks + block) * 4)
+            if block_id < 0 or block_id >= num_blocks:
+                bad = row
+    set_i64(summary, count)
+    set_i64(summary + 8, last_position)
+    set_i64(summary + 16, bad)
+
+
+def _attention_stage(frame: int, control: int, tag: int) -> None:
+    job = record_at(frame, FRAME)
+    scratch = _scratch(job, control, tag)
+    if not _norm_phase(job, control, tag, scratch):
+        return
+    if not _project_phase(job, control, tag):
+        return
+    if not _turn_phase(job, control, tag):
+        return
+    if not _attend_phase(job, control, tag, scratch):
+        return
+    if not _merge_phase(job, control, tag, scratch):
+        return
+    if not _prepare_phase(job, control, tag):
+        return
+    _output_phase(job, control, tag)
+
+
+STAGE = Native(_attention_stage)
+
+
+@compiled
+def _scratch(job: Any, control: int, tag: int) -> int:
+    """Scratch memory for this call of the stage, or 0: none is left, so take no chunk that needs any.
+
+    A helper may enter a job again after its end has begun, so there can be more calls than threads. One that got no scratch
+    does not stop the job: those that did stay until all its chunks are done.
+    """
+    slot = take(control, tag, _MEMORY, job.num_scratches)
+    return job.scratch + slot * job.scratch_bytes if slot >= 0 else 0
+
+
+@compiled
+def _num_token_chunks(job: Any) -> int:
+    return (job.num_tokens + _TOKENS_A_CHUNK - 1) // _TOKENS_A_CHUNK
+
+
+@compiled
+def _norm_phase(job: Any, control: int, tag: int, scratch: int) -> bool:
+    num_chunks = _num_token_chunks(job)
+    chunk = take(control, tag, _NORM, num_chunks) if scratch != 0 else -1
+    while chunk >= 0:
+        for t in range(chunk * _TOKENS_A_CHUNK, min(job.num_tokens, (chunk + 1) * _TOKENS_A_CHUNK)):
+            rms_norm_row(job.x + t * job.hidden * 4, job.norm_weight, scratch, job.hidden, np.float32(job.eps))
+            _prepare_row(job.q_matrix, scratch, job.q_prepared, t)
+            if job.k_prepared != job.q_prepared:
+                _prepare_row(job.k_matrix, scratch, job.k_prepared, t)
+            if job.v_prepared not in (job.q_prepared, job.k_prepared):
+                _prepare_row(job.v_matrix, scratch, job.v_prepared, t)
+        done(control, _NORM)
+        chunk = take(control, tag, _NORM, num_chunks)
+    return barrier(control, tag, _NORM, num_chunks)
+
+
+@compiled
+def _prepare_row(matrix: Any, x: int, prepared: int, t: int) -> None:
+    """Prepare one row for a matrix as its token t."""
+    call_native3(matrix.prepare, x, prepared + t * matrix.prepared_bytes, matrix.cols)
+
+
+@compiled
+def _num_block_chunks(matrix: Any) -> int:
+    size = blocks_per_chunk(matrix)
+    return (matrix.num_blocks + size - 1) // size
+
+
+@compiled
+def _multiply_chunk(matrix: Any, chunk: int, xs: int, rows: int, num_tokens: int) -> None:
+    size = blocks_per_chunk(matrix)
+    multiply_blocks(matrix, chunk * size, min(matrix.num_blocks, (chunk + 1) * size), xs, rows, num_tokens)
+
+
+@compiled
+def _project_phase(job: Any, control: int, tag: int) -> bool:
+    q_chunks, k_chunks = _num_block_chunks(job.q_matrix), _num_block_chunks(job.k_matrix)
+    num_chunks = q_chunks + k_chunks + _num_block_chunks(job.v_matrix)
+    chunk = take(control, tag, _PROJECT, num_chunks)
+    while chunk >= 0:
+        if chunk < q_chunks:
+            _multiply_chunk(job.q_matrix, chunk, job.q_xs, job.q_rows, job.num_tokens)
+        elif chunk < q_chunks + k_chunks:
+            _multiply_chunk(job.k_matrix, chunk - q_chunks, job.k_xs, job.k_rows, job.num_tokens)
+        else:
+            _multiply_chunk(job.v_matrix, chunk - q_chunks - k_chunks, job.v_xs, job.v_rows, job.num_tokens)
+        done(control, _PROJECT)
+        chunk = take(control, tag, _PROJECT, num_chunks)
+    return barrier(control, tag, _PROJECT, num_chunks)
+
+
+@compiled
+def _turn_phase(job: Any, control: int, tag: int) -> bool:
+    num_chunks = _num_token_chunks(job)
+    chunk = take(control, tag, _TURN, num_chunks)
+    while chunk >= 0:
+        for t in range(chunk * _TOKENS_A_CHUNK, min(job.num_tokens, (chunk + 1) * _TOKENS_A_CHUNK)):
+            position = get_i32(job.positions + 4 * t)
+            q, k, v = job.q + t * job.q_stride, job.k + t * job.k_stride, job.v + t * job.k_stride
+            _finish_projection(job, q, job.q_bias, job.q_norm, job.num_heads, position, np.float32(job.scale))
+            _finish_projection(job, k, job.k_bias, job.k_norm, job.num_kv_heads, position, np.float32(1.0))
+            _add_row(v, job.v_bias, job.num_kv_heads * job.head_dim)
+            _clip_row(v, job.num_kv_heads * job.head_dim, np.float32(job.clip))
+            _store_in_cache(job, t, position, k, v)
+        done(control, _TURN)
+        chunk = take(control, tag, _TURN, num_chunks)
+    return barrier(control, tag, _TURN, num_chunks)
+
+
+@compiled
+def _finish_projection(job: Any, row: int, bias: int, norm: int, num_heads: int, position: int, scale: np.float32) -> None:
+    """Bias, norm, clip, rotary embedding and scale of all heads of q or k of one token, in place."""
+    width = num_heads * job.head_dim
+    _add_row(row, bias, width)
+    if job.qk_norm == NORM_FULL:
+        rms_norm_row(row, norm, row, width, np.float32(job.eps))
+    elif job.qk_norm == NORM_HEAD:
+        for head in range(num_heads):
+            place = row + head * job.head_dim * 4
+            rms_norm_row(place, norm, place, job.head_dim, np.float32(job.eps))
+    _clip_row(row, width, np.float32(job.clip))
+    angles = position * job.rotary_half * 4
+    for head in range(num_heads):
+        _turn_head(row + head * job.head_dim * 4, job.cos + angles, job.sin + angles, job.rotary_half)
+    if scale != np.float32(1.0):
+        for i in range(0, width, 16):
+            store_up_to16(row + 4 * i, load_up_to16(row + 4 * i, width - i) * splat16(scale), width - i)
+
+
+@compiled
+def _add_row(row: int, addend: int, width: int) -> None:
+    """row += addend, unless that is 0."""
+    if addend != 0:
+        for i in range(0, width, 16):
+            total = load_up_to16(row + 4 * i, width - i) + load_up_to16(addend + 4 * i, width - i)
+            store_up_to16(row + 4 * i, total, width - i)
+
+
+@compiled
+def _clip_row(row: int, width: int, limit: np.float32) -> None:
+    """Clamp to [-limit, limit], unless that is 0."""
+    if limit > np.float32(0.0):
+        for i in range(0, width, 16):
+            part = load_up_to16(row + 4 * i, width - i)
+            store_up_to16(row + 4 * i, max16(min16(part, splat16(limit)), splat16(-limit)), width - i)
+
+
+@compiled
+def _turn_head(head: int, cos: int, sin: int, half: int) -> None:
+    """Elements i and i + half turn by the angle of pair i."""
+    for i in range(0, half, 16):
+        first, second = head + 4 * i, head + 4 * (half + i)
+        a, b = load_up_to16(first, half - i), load_up_to16(second, half - i)
+        c, s = load_up_to16(cos + 4 * i, half - i), load_up_to16(sin + 4 * i, half - i)
+        store_up_to16(first, a * c - b * s, half - i)
+        store_up_to16(second, b * c + a * s, half - i)
+
+
+@compiled
+def _store_in_cache(job: Any, t: int, position: int, k: int, v: int) -> None:
+    """Scatter a token's keys and values to their tiles (layout: `kv_cache`)."""
+    lane = position % 16
+    block = get_i32(job.block_table + (get_i32(job.sequences + 4 * t) * job.max_blocks + position // 16) * 4)
+    for head in range(job.num_kv_heads):
+        tile = job.kv_layer + (block * job.num_kv_heads + head) * job.tile_bytes
+        for d in range(job.head_dim):
+            set_f32(tile + (d * 16 + lane) * 4, get_f32(k + (head * job.head_dim + d) * 4))
+        for d in range(0, job.head_dim, 16):
+            value = load_up_to16(v + (head * job.head_dim + d) * 4, job.head_dim - d)
+            store16(tile + job.values_offset + (d + lane) * 64, value)
+
+
+@compiled
+def _place_of(job: Any, item: int) -> Any:
+    """The rows of an item; the last rows, which see most, come first."""
+    return record_at(job.places + (job.num_places - 1 - item // job.num_kv_heads) * PLACE_BYTES, PLACE)
+
+
+@compiled
+def _attend_phase(job: Any, control: int, tag: int, scratch: int) -> bool:
+    num_chunks = job.num_shared * job.num_splits if job.num_shared > 0 else job.num_items
+    chunk = take(control, tag, _ATTEND, num_chunks) if scratch != 0 else -1
+    while chunk >= 0:
+        if job.num_shared > 0:
+            _attend_shared(job, chunk // job.num_splits, chunk % job.num_splits, scratch)
+        else:
+            _attend_alone(job, chunk, scratch)
+        done(control, _ATTEND)
+        chunk = take(control, tag, _ATTEND, num_chunks)
+    return barrier(control, tag, _ATTEND, num_chunks)
+
+
+@compiled
+def _attend_alone(job: Any, item: int, scratch: int) -> None:
+    """All splits of an item, merged as they come."""
+    place, kv_head = _place_of(job, item), item % job.num_kv_heads
+    partial, merged = scratch + job.partial_offset, scratch + job.merged_offset
+    core.pack_queries(job, place, kv_head, scratch)
+    core.start_merge(job, merged)
+    first, last = core.visible_range(job, place)
+    for split in range(first // SPLIT_TOKENS, last // SPLIT_TOKENS + 1):
+        core.attend_split(job, place, kv_head, split, scratch, partial)
+        core.merge_partial(job, place, partial, merged, scratch + job.factors_offset)
+    core.write_context(job, place, kv_head, merged)
+
+
+@compiled
+def _attend_shared(job: Any, item: int, split: int, scratch: int) -> None:
+    """One split of an item, for `_merge_phase`."""
+    place, kv_head = _place_of(job, item), item % job.num_kv_heads
+    first, last = core.visible_range(job, place)
+    if first // SPLIT_TOKENS <= split <= last // SPLIT_TOKENS:
+        core.pack_queries(job, place, kv_head, scratch)
+        core.attend_split(job, place, kv_head, split, scratch, _partial(job, item, split))
+
+
+@compiled
+def _partial(job: Any, item: int, split: int) -> int:
+    return job.partials + (item * job.num_splits + split) * job.partial_bytes
+
+
+@compiled
+def _merge_phase(job: Any, control: int, tag: int, scratch: int) -> bool:
+    chunk = take(control, tag, _MERGE, job.num_shared) if scratch != 0 else -1
+    while chunk >= 0:
+        place, merged = _place_of(job, chunk), scratch + job.merged_offset
+        core.start_merge(job, merged)
+        first, last = core.visible_range(job, place)
+        for split in range(first // SPLIT_TOKENS, last // SPLIT_TOKENS + 1):
+            core.merge_partial(job, place, _partial(job, chunk, split), merged, scratch + job.factors_offset)
+        core.write_context(job, place, chunk % job.num_kv_heads, merged)
+        done(control, _MERGE)
+        chunk = take(control, tag, _MERGE, job.num_shared)
+    return barrier(control, tag, _MERGE, job.num_shared)
+
+
+@compiled
+def _prepare_phase(job: Any, control: int, tag: int) -> bool:
+    num_chunks = _num_token_chunks(job)
+    chunk = take(control, tag, _PREPARE, num_chunks)
+    while chunk >= 0:
+        first, last = chunk * _TOKENS_A_CHUNK, min(job.num_tokens, (chunk + 1) * _TOKENS_A_CHUNK)
+        prepare_rows(job.o_matrix, job.context, job.context_stride, job.o_prepared, first, last)
+        done(control, _PREPARE)
+        chunk = take(control, tag, _PREPARE, num_chunks)
+    return barrier(control, tag, _PREPARE, num_chunks)
+
+
+@compiled
+def _output_phase(job: Any, control: int, tag: int) -> None:
+    num_chunks, rows = _num_block_chunks(job.o_matrix), blocks_per_chunk(job.o_matrix) * 16
+    chunk = take(control, tag, _OUTPUT, num_chunks)
+    while chunk >= 0:
+        _multiply_chunk(job.o_matrix, chunk, job.o_xs, job.out_rows, job.num_tokens)
+        first, last = chunk * rows, min(job.hidden, (chunk + 1) * rows)
+        for t in range(job.num_tokens):
+            out = job.out + t * job.out_stride + first * 4
+            if job.o_bias != 0:
+                _add_row(out, job.o_bias + first * 4, last - first)
+            _add_row(job.x + (t * job.hidden + first) * 4, out, last - first)
+        done(control, _OUTPUT)
+        chunk = take(control, tag, _OUTPUT, num_chunks)
+    barrier(control, tag, _OUTPUT, num_chunks)

@@ -1,0 +1,142 @@
+"""R16S: the packed form of weight matrices that the kernels read as one sequential stream.
+
+A matrix [rows, cols] is cut into blocks of 16 rows (the last one padded with zero rows); in a block a vector lane is a row.
+
+    q4, q8     block = cols / group records;  record = words u32 [group * bits / 32][16] | scales [16] | biases [16]
+               word: q4 the 8 codes of columns 8i..8i+7, low nibble first (as MLX stores them);
+                     q8 the 4 codes of columns 8i+0,2,4,6 (even words) and 8i+1,3,5,7 (odd words)
+               so that the bytes of (word >> 4j) & 0x0f0f0f0f, and of q8 words, meet the same activations (`activations`)
+               value = code * scale + bias
+    bf16, f16, f32   block = elements [cols padded to 8 with zeros][16]
+
+All parts of a record start at multiples of 16 bytes, all matrices at multiples of 64.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from colibri_mp.formats import ELEMENT_BYTES, Encoding, Format
+
+BLOCK_ROWS = 16
+DENSE_STEP = 8
+"""Columns of a dense matrix are padded to a multiple of this, and computed so many at a time."""
+SLAB_ALIGNMENT = 4096
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Geometry(NamedTuple):
+    """Sizes of the packed form for one row length."""
+
+    num_steps: int
+    """Records (groups) of a block; for dense formats steps of DENSE_STEP columns."""
+    step_bytes: int
+    block_bytes: int
+
+
+def code_bits(matrix_format: Format) -> int:
+    """Bits of a code: 4 or 8; 0 for dense formats."""
+    return {"q4": 4, "q8": 8}.get(matrix_format.kind, 0)
+
+
+def geometry(matrix_format: Format, cols: int) -> Geometry:
+    """Sizes of a block. Raises ValueError when grouped columns do not divide into groups."""
+    bits, group = code_bits(matrix_format), matrix_format.group_size
+    if not bits:
+        steps, step_bytes = -(-cols // DENSE_STEP), DENSE_STEP * BLOCK_ROWS * ELEMENT_BYTES[matrix_format.kind]
+    elif cols % group:
+        raise ValueError(f"{cols} columns do not divide into groups of {group}")
+    else:
+        steps, step_bytes = cols // group, BLOCK_ROWS * (group * bits // 8 + 2 * ELEMENT_BYTES[matrix_format.scale])
+    return Geometry(steps, step_bytes, steps * step_bytes)
+
+
+def num_blocks(rows: int) -> int:
+    """Blocks of 16 rows, the last one padded."""
+    return -(-rows // BLOCK_ROWS)
+
+
+def packed_bytes(matrix_format: Format, rows: int, cols: int) -> int:
+    """Bytes of a packed matrix, a multiple of 64."""
+    return num_blocks(rows) * geometry(matrix_format, cols).block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """A matrix [rows, cols] packed into `data`: uint8, 1-D, C-contiguous, 64-aligned, `packed_bytes` long; it keeps `data` alive."""
+
+    format: Format
+    rows: int
+    cols: int
+    data: Bytes
+
+    def __post_init__(self) -> None:
+        expected = packed_bytes(self.format, self.rows, self.cols)
+        assert self.data.nbytes == expected, f"{self.format} [{self.rows}, {self.cols}] takes {expected} bytes, not {self.data.nbytes}"
+        assert self.data.ctypes.data % 64 == 0, "packed matrices start at multiples of 64"
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """One expert's slab: gate [F, D], up [F, D], down [D, F], each packed, one after the other."""
+
+    hidden: int
+    width: int
+    gate: Format
+    up: Format
+    down: Format
+
+    @property
+    def gate_offset(self) -> int:
+        """Byte offset of the gate matrix in the slab."""
+        return 0
+
+    @cached_property
+    def up_offset(self) -> int:
+        """Byte offset of the up matrix in the slab."""
+        return packed_bytes(self.gate, self.width, self.hidden)
+
+    @cached_property
+    def down_offset(self) -> int:
+        """Byte offset of the down matrix in the slab."""
+        return self.up_offset + packed_bytes(self.up, self.width, self.hidden)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of an expert without the padding of its slab."""
+        return self.down_offset + packed_bytes(self.down, self.hidden, self.width)
+
+    @cached_property
+    def slab_bytes(self) -> int:
+        """Bytes of a slab: `nbytes` rounded up to 4096."""
+        return -(-self.nbytes // SLAB_ALIGNMENT) * SLAB_ALIGNMENT
+
+
+def pack(encoding: Encoding, rows: int, cols: int, parts: Sequence[Bytes], out: Bytes) -> None:
+    """Pack stored parts into `out` in the encoding's format, exactly; releases the GIL.
+
+    parts: uint8, 1-D, in the order of `encoding.parts`, of `encoding.part_bytes` bytes, at any alignment.
+    out: uint8, 1-D, `packed_bytes(encoding.format, rows, cols)` bytes.
+    """
+    from colibri_mp.kernels.packing import pack_parts
+
+    pack_parts(encoding, rows, cols, parts, out)
+
+
+def gather_rows(matrix: PackedMatrix, row_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+    """Rows of a packed matrix as float32 [T, cols] (embedding lookup), code * scale + bias rounded twice as in the reference.
+
+    row_ids: int32 [T]. Raises IndexError for an id outside the matrix.
+    """
+    from colibri_mp.kernels.gathering import gather
+
+    if len(row_ids) and not (0 <= row_ids.min() and row_ids.max() < matrix.rows):
+        raise IndexError(f"row ids {row_ids.min()}..{row_ids.max()} of a matrix with {matrix.rows} rows")
+    out = np.empty((len(row_ids), matrix.cols), np.float32)
+    gather(matrix, row_ids, out)
+    return out

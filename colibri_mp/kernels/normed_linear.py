@@ -1,0 +1,116 @@
+"""h = norm(x), y = h W^T in one compiled stage: the head, and the first two phases of the router.
+
+    0  rows of x -> h (RMS norm) -> prepared rows
+    1  blocks of rows of W -> columns of y
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from colibri_mp.kernels.jit import compiled
+from colibri_mp.kernels.layout import PackedMatrix, num_blocks
+from colibri_mp.kernels.linear import MATRIX, blocks_per_chunk, describe, multiply_blocks, prepare_rows, row_table
+from colibri_mp.kernels.norm import rms_norm_row
+from colibri_mp.kernels.team import aligned_bytes, barrier, done, take
+
+F32Array = NDArray[np.float32]
+
+FRAME = np.dtype(
+    [
+        ("weight", MATRIX),
+        *[(name, np.int64) for name in (
+            "x", "num_rows", "width", "norm_weight", "h", "prepared", "xs", "y", "y_stride", "ys",
+            "num_experts", "top_k", "renormalise", "probabilities", "ids", "expert_weights",
+        )],  # fmt: skip
+        ("eps", np.float64),
+    ]
+)  # fmt: skip
+"""Addresses, strides in bytes and counts; the second line is the router's."""
+
+_ROWS_A_CHUNK = 4
+_SMALL_WORK_BYTES = 256 * 1024
+
+# Not Python ints: `take`, `barrier` and `done` would be compiled anew for each literal.
+_NORM, _MULTIPLY = np.int64(0), np.int64(1)
+
+
+@compiled
+def num_row_chunks(job: Any) -> int:
+    """Chunks of a phase that goes over rows."""
+    return (job.num_rows + _ROWS_A_CHUNK - 1) // _ROWS_A_CHUNK
+
+
+@compiled
+def norm_phase(job: Any, control: int, tag: int) -> bool:
+    """Phase 0. False: the job is over, leave."""
+    num_chunks = num_row_chunks(job)
+    chunk = take(control, tag, _NORM, num_chunks)
+    while chunk >= 0:
+        first, last = chunk * _ROWS_A_CHUNK, min(job.num_rows, (chunk + 1) * _ROWS_A_CHUNK)
+        for row in range(first, last):
+            offset = row * job.width * 4
+            rms_norm_row(job.x + offset, job.norm_weight, job.h + offset, job.width, np.float32(job.eps))
+        prepare_rows(job.weight, job.h, job.width * 4, job.prepared, first, last)
+        done(control, _NORM)
+        chunk = take(control, tag, _NORM, num_chunks)
+    return barrier(control, tag, _NORM, num_chunks)
+
+
+@compiled
+def multiply_phase(job: Any, control: int, tag: int) -> bool:
+    """Phase 1. False: the job is over, leave."""
+    size = blocks_per_chunk(job.weight)
+    num_chunks = (job.weight.num_blocks + size - 1) // size
+    chunk = take(control, tag, _MULTIPLY, num_chunks)
+    while chunk >= 0:
+        last = min(job.weight.num_blocks, (chunk + 1) * size)
+        multiply_blocks(job.weight, chunk * size, last, job.xs, job.ys, job.num_rows)
+        done(control, _MULTIPLY)
+        chunk = take(control, tag, _MULTIPLY, num_chunks)
+    return barrier(control, tag, _MULTIPLY, num_chunks)
+
+
+class NormedLinear:
+    """Buffers and frame for up to `max_rows` rows x [R, D] -> h [R, D], y [R, N]; `frame` is for a stage made of the phases above."""
+
+    def __init__(self, width: int, num_outputs: int, norm_eps: float, max_rows: int, planes: int) -> None:
+        self.width, self.num_outputs, self.max_rows, self._planes = width, num_outputs, max_rows, planes
+        self.h: F32Array = aligned_bytes(max_rows * width * 4).view(np.float32).reshape(max_rows, width)
+        self.y: F32Array = aligned_bytes(max_rows * num_blocks(num_outputs) * 64).view(np.float32).reshape(max_rows, -1)
+        self._prepared = aligned_bytes(max_rows * _largest_prepared(width))
+        self._ys = row_table(self.y.ctypes.data, self.y.strides[0], max_rows)
+        self._xs = np.zeros(max_rows, np.int64)
+        self._weight: PackedMatrix | None = None
+        self.frame = np.zeros(1, FRAME)
+        self.frame["width"], self.frame["eps"], self.frame["y_stride"] = width, norm_eps, self.y.strides[0]
+        for name, buffer in (("h", self.h), ("prepared", self._prepared), ("xs", self._xs), ("y", self.y), ("ys", self._ys)):
+            self.frame[name] = buffer.ctypes.data
+
+    @staticmethod
+    def scratch_bytes(width: int, num_outputs: int, max_rows: int) -> int:
+        """Bytes that an object of these sizes allocates, at most."""
+        return max_rows * (width * 4 + num_blocks(num_outputs) * 64 + _largest_prepared(width) + 16)
+
+    def bind(self, x: F32Array, norm: F32Array, weight: PackedMatrix) -> int | None:
+        """Point the frame at the rows and weights; returns how many helpers to wake at most (None: all)."""
+        num_rows = x.shape[0]
+        assert x.shape == (num_rows, self.width) and 1 <= num_rows <= self.max_rows, f"x is {x.shape}"
+        assert x.dtype == norm.dtype == np.float32 and x.flags.c_contiguous and norm.shape == (self.width,)
+        if weight is not self._weight:
+            self._bind_weight(weight)
+        self.frame["x"], self.frame["num_rows"], self.frame["norm_weight"] = x.ctypes.data, num_rows, norm.ctypes.data
+        return 0 if num_rows * weight.data.nbytes < _SMALL_WORK_BYTES else None
+
+    def _bind_weight(self, weight: PackedMatrix) -> None:
+        assert (weight.rows, weight.cols) == (self.num_outputs, self.width), f"weight is [{weight.rows}, {weight.cols}]"
+        self.frame["weight"] = describe(weight, self._planes)
+        stride = int(self.frame["weight"]["prepared_bytes"][0])
+        self._xs[:] = row_table(self._prepared.ctypes.data, stride, self.max_rows)
+        self._weight = weight
+
+
+def _largest_prepared(width: int) -> int:
+    """Upper limit of the bytes of a prepared row, whatever the format."""
+    return width * 9 // 2 + 64

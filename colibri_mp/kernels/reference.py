@@ -1,0 +1,116 @@
+"""Plain numpy of the kernels: what they compute, slowly. Tests hold the two together; nothing on the hot path comes here.
+
+Stored forms follow MLX (`mx.dequantize` with float32 scales, bit for bit) and the OCP microscaling formats.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from colibri_mp.formats import ELEMENT_BYTES, Encoding, Format
+from colibri_mp.kernels import layout
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+"""Values of the 16 codes of E2M1."""
+FP4_CODES = (2 * FP4 + 12).astype(np.uint8)
+"""The integer code of each: value = (code - 12) / 2."""
+E8M0: Floats = np.append(np.exp2(np.arange(255.0) - 127), np.nan).astype(np.float32)
+"""Values of the 256 power-of-two scales."""
+
+
+def _e4m3() -> Floats:
+    """S.EEEE.MMM with bias 7; 0x7F and 0xFF, NaN in the standard, are 480 as in MLX."""
+    code = np.arange(256)
+    exponent, mantissa = code >> 3 & 15, (code & 7) / 8
+    magnitude = np.where(exponent == 0, mantissa * 2.0**-6, (1 + mantissa) * np.exp2(exponent - 7.0))
+    return np.where(code < 128, magnitude, -magnitude).astype(np.float32)
+
+
+E4M3 = _e4m3()
+"""Values of the 256 codes of FP8 E4M3."""
+
+
+def elements(raw: Bytes, kind: str) -> Floats:
+    """Little-endian bf16, f16 or f32 elements -> float32, exact."""
+    raw = np.ascontiguousarray(raw)
+    match kind:
+        case "bf16":
+            return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+        case "f16":
+            return raw.view("<f2").astype(np.float32)
+        case _:
+            return raw.view("<f4").astype(np.float32)
+
+
+def stored_codes(weight: Bytes, rows: int, cols: int, bits: int) -> npt.NDArray[np.int64]:
+    """Codes [rows, cols] of the little-endian bit stream of each row."""
+    stream = np.unpackbits(weight.reshape(rows, -1), axis=1, bitorder="little").reshape(rows, cols, bits)
+    return (stream.astype(np.int64) << np.arange(bits)).sum(axis=2)
+
+
+def dequantise(encoding: Encoding, rows: int, cols: int, parts: Sequence[Bytes]) -> Floats:
+    """The values [rows, cols] of a stored matrix, float32. Affine: the product rounded, then the sum."""
+    if not encoding.group_size:
+        return elements(parts[0], encoding.kind).reshape(rows, cols)
+    codes = stored_codes(parts[0], rows, cols, encoding.bits).reshape(rows, -1, encoding.group_size)
+    shape = (rows, cols // encoding.group_size, 1)
+    if encoding.kind == "affine":
+        scales, biases = (elements(part, encoding.scale).reshape(shape) for part in parts[1:])
+        return (codes.astype(np.float32) * scales + biases).reshape(rows, cols)
+    values = E4M3 if encoding.kind == "mxfp8" else FP4
+    factors = E4M3 if encoding.kind == "nvfp4" else E8M0
+    return (values[codes] * factors[parts[1]].reshape(shape)).reshape(rows, cols)
+
+
+def unpack(matrix_format: Format, rows: int, cols: int, packed: Bytes) -> Floats:
+    """The values [rows, cols] of a packed matrix, float32; the inverse of `layout.pack` followed by `dequantise`."""
+    sizes, bits = layout.geometry(matrix_format, cols), layout.code_bits(matrix_format)
+    blocks = packed.reshape(layout.num_blocks(rows), sizes.num_steps, sizes.step_bytes)
+    if not bits:
+        by_column = elements(blocks.reshape(-1), matrix_format.kind).reshape(len(blocks), -1, layout.BLOCK_ROWS)
+        return np.ascontiguousarray(by_column.transpose(0, 2, 1)).reshape(-1, by_column.shape[1])[:rows, :cols]
+    codes_end = layout.BLOCK_ROWS * matrix_format.group_size * bits // 8
+    codes = _unpack_codes(blocks[:, :, :codes_end], bits)  # [block, group, row, column]
+    factors = elements(blocks[:, :, codes_end:].reshape(-1), matrix_format.scale).reshape(*blocks.shape[:2], 2, layout.BLOCK_ROWS, 1)
+    values = codes.astype(np.float32) * factors[:, :, 0] + factors[:, :, 1]
+    return np.ascontiguousarray(values.transpose(0, 2, 1, 3)).reshape(-1, cols)[:rows]
+
+
+def _unpack_codes(words: Bytes, bits: int) -> npt.NDArray[np.uint8]:
+    """Word bytes [block, group, word * 16 * 4] -> codes [block, group, row, column]."""
+    by_row = words.reshape(*words.shape[:2], -1, layout.BLOCK_ROWS, 4).transpose(0, 1, 3, 2, 4)  # ..., row, word, byte
+    if bits == 4:
+        return np.stack([by_row & 15, by_row >> 4], axis=-1).reshape(*by_row.shape[:3], -1)
+    pairs = by_row.reshape(*by_row.shape[:3], -1, 2, 4)  # ..., pair of words, even or odd columns, byte
+    return pairs.swapaxes(-1, -2).reshape(*by_row.shape[:3], -1)
+
+
+def linear(x: Floats, weight: Floats, bias: Floats | None = None) -> Floats:
+    """x [T, K] W^T [N, K] + bias, summed in float64."""
+    y = x.astype(np.float64) @ weight.astype(np.float64).T
+    return (y if bias is None else y + bias).astype(np.float32)
+
+
+def silu(x: Floats) -> Floats:
+    """x / (1 + e^-x)."""
+    wide = x.astype(np.float64)
+    return (wide / (1 + np.exp(-wide))).astype(np.float32)
+
+
+def expert(x: Floats, gate: Floats, up: Floats, down: Floats) -> Floats:
+    """SwiGLU: down(silu(gate x) * up x); x [T, D], gate and up [F, D], down [D, F]."""
+    return linear(silu(linear(x, gate)) * linear(x, up), down)
+
+
+def experts(x: Floats, ids: npt.NDArray[np.int32], weights: Floats, matrices: Sequence[tuple[Floats, Floats, Floats]]) -> Floats:
+    """Sum over the chosen experts of weight * expert(x), in ascending id; ids [T, K] < 0 are skipped. matrices[id] = gate, up, down."""
+    out = np.zeros_like(x)
+    for token in range(len(x)):
+        for k in np.argsort(ids[token], kind="stable"):
+            if ids[token, k] >= 0:
+                out[token] += weights[token, k] * expert(x[token : token + 1], *matrices[ids[token, k]])[0]
+    return out

@@ -1,0 +1,103 @@
+"""Attention, router and head in plain numpy: what the compiled stages compute, for tests and for reading.
+
+Sums are float64, so that these are the better of the two; everything that is stored between steps is float32.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from colibri_mp.kernels.attention import AttentionWeights, Batch
+from colibri_mp.kernels.kv_cache import KVCache
+from colibri_mp.kernels.layout import PackedMatrix
+from colibri_mp.kernels.reference import unpack
+from colibri_mp.kernels.rope import RopeTables
+from colibri_mp.specs import AttentionSpec, RouterSpec
+
+F32Array = NDArray[np.float32]
+F64Array = NDArray[np.float64]
+
+
+def rms_norm(x: F32Array, weight: F32Array, eps: float) -> F32Array:
+    """x * (mean(x^2) + eps)^-0.5 * weight over the last axis."""
+    wide = x.astype(np.float64)
+    normed = wide / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + eps) * weight
+    return normed.astype(np.float32)
+
+
+def linear(x: F32Array, weight: PackedMatrix, bias: F32Array | None = None) -> F32Array:
+    """x [T, K] W^T + bias -> [T, N]."""
+    dense = unpack(weight.format, weight.rows, weight.cols, weight.data)
+    product = x.astype(np.float64) @ dense.T.astype(np.float64)
+    return np.asarray(product if bias is None else product + bias, dtype=np.float32)
+
+
+def turn(heads: F32Array, tables: RopeTables, positions: NDArray[np.int32]) -> F32Array:
+    """Rotary embedding of [T, heads, head_dim], pairs (i, i + rotary_dim / 2)."""
+    half = tables.rotary_dim // 2
+    cos, sin = tables.cos[positions][:, None, :], tables.sin[positions][:, None, :]
+    first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+
+def softmax(scores: F64Array) -> F64Array:
+    """Over the last axis."""
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return np.asarray(weights / weights.sum(axis=-1, keepdims=True))
+
+
+def project(
+    h: F32Array, matrix: PackedMatrix, bias: F32Array | None, norm: F32Array | None, num_heads: int, spec: AttentionSpec
+) -> F32Array:
+    """q, k or v of all tokens, normed and clipped: [T, num_heads, head_dim]."""
+    rows = linear(h, matrix, bias)
+    if norm is not None and spec.qk_norm == "full":
+        rows = rms_norm(rows, norm, spec.norm_eps)
+    heads = rows.reshape(len(h), num_heads, spec.head_dim)
+    if norm is not None and spec.qk_norm == "head":
+        heads = rms_norm(heads, norm, spec.norm_eps)
+    return heads if spec.clip_qkv is None else np.clip(heads, -spec.clip_qkv, spec.clip_qkv)
+
+
+def attend(query: F32Array, keys: F32Array, values: F32Array, spec: AttentionSpec) -> F64Array:
+    """One row: query [num_heads, head_dim] at the last of the positions of keys and values [n, num_kv_heads, head_dim]."""
+    start = 0 if spec.window is None else max(0, len(keys) - spec.window)
+    visible = np.repeat(keys[start:], spec.group_size, axis=1).astype(np.float64)
+    weights = softmax(np.einsum("hd,shd->hs", query.astype(np.float64), visible) * spec.scale)
+    return np.einsum("hs,shd->hd", weights, np.repeat(values[start:], spec.group_size, axis=1).astype(np.float64))
+
+
+def attention(
+    x: F32Array, weights: AttentionWeights, spec: AttentionSpec, tables: RopeTables, kv: KVCache, layer_idx: int, batch: Batch
+) -> None:
+    """x += attention(norm(x)) in place; stores keys and values in the cache. As `attention.AttentionStage`."""
+    h = rms_norm(x, weights.norm, spec.norm_eps)
+    queries = turn(project(h, weights.q, weights.q_bias, weights.q_norm, spec.num_heads, spec), tables, batch.positions)
+    keys = turn(project(h, weights.k, weights.k_bias, weights.k_norm, spec.num_kv_heads, spec), tables, batch.positions)
+    values = project(h, weights.v, weights.v_bias, None, spec.num_kv_heads, spec)
+    rows = list(zip(batch.positions.tolist(), batch.sequence_idx.tolist(), strict=True))
+    for t, (position, sequence) in enumerate(rows):
+        kv.write(layer_idx, batch.block_table[sequence], position, keys[t : t + 1], values[t : t + 1])
+    context = np.empty((len(x), spec.q_width), np.float32)
+    for t, (position, sequence) in enumerate(rows):
+        past_keys, past_values = kv.read(layer_idx, batch.block_table[sequence], position + 1)
+        context[t] = attend(queries[t], past_keys, past_values, spec).reshape(-1)
+    x += linear(context, weights.o, weights.o_bias)
+
+
+def route(
+    x: F32Array, norm: F32Array, gate: PackedMatrix, spec: RouterSpec, norm_eps: float
+) -> tuple[F32Array, NDArray[np.int32], F32Array]:
+    """(h, ids, weights) as `router.RouterStage`."""
+    h = rms_norm(x, norm, norm_eps)
+    probabilities = softmax(linear(h, gate).astype(np.float64)).astype(np.float32)
+    best = np.argsort(-probabilities, axis=-1, kind="stable")[:, : spec.top_k]
+    ids = np.sort(best, axis=-1)
+    weights = np.take_along_axis(probabilities, ids, axis=-1)
+    if spec.norm_topk_prob:
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    return h, ids.astype(np.int32), weights
+
+
+def head(x: F32Array, norm: F32Array, weight: PackedMatrix, norm_eps: float) -> F32Array:
+    """Logits [R, V] of the rows x [R, D]."""
+    return linear(rms_norm(x, norm, norm_eps), weight)

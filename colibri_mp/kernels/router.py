@@ -1,0 +1,160 @@
+"""The router: norm(x), a softmax over all experts, the top-k of it. One compiled call; everything in float32.
+
+    0, 1  `normed_linear`: h, logits (activations always as 3 planes: float32 accuracy)
+    2     rows: softmax -> top-k, ties to the lower id -> ids ascending, weights (divided by their sum if the model does so)
+
+Formulas: transformers' `Qwen3MoeTopKRouter` (olmoe and mixtral alike).
+"""
+
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from colibri_mp.kernels.jit import Native, compiled
+from colibri_mp.kernels.layout import PackedMatrix, num_blocks
+from colibri_mp.kernels.linear import DEFAULT_PLANES
+from colibri_mp.kernels.normed_linear import FRAME, NormedLinear, multiply_phase, norm_phase, num_row_chunks
+from colibri_mp.kernels.specs import RouterSpec
+from colibri_mp.kernels.team import ThreadTeam, aligned_bytes, barrier, done, take
+from colibri_mp.kernels.vectors import (
+    exp16,
+    largest16,
+    load16,
+    max16,
+    pointer_f32,
+    pointer_i32,
+    record_at,
+    set_f32,
+    splat16,
+    store16,
+    sum16,
+)
+
+F32Array = NDArray[np.float32]
+I32Array = NDArray[np.int32]
+
+_CHOOSE = np.int64(2)  # not a Python int, see `normed_linear`
+_ROWS_A_CHUNK = 4
+_NO_EXPERT = np.float32(-1e30)
+
+
+def _router_stage(frame: int, control: int, tag: int) -> None:
+    job = record_at(frame, FRAME)
+    if norm_phase(job, control, tag) and multiply_phase(job, control, tag):
+        _choose_phase(job, control, tag)
+
+
+STAGE = Native(_router_stage)
+
+
+@compiled
+def _choose_phase(job: Any, control: int, tag: int) -> None:
+    num_chunks = num_row_chunks(job)
+    chunk = take(control, tag, _CHOOSE, num_chunks)
+    while chunk >= 0:
+        for row in range(chunk * _ROWS_A_CHUNK, min(job.num_rows, (chunk + 1) * _ROWS_A_CHUNK)):
+            _softmax(job.y + row * job.y_stride, job.probabilities + row * job.y_stride, job.num_experts)
+            _choose(job, row)
+        done(control, _CHOOSE)
+        chunk = take(control, tag, _CHOOSE, num_chunks)
+    barrier(control, tag, _CHOOSE, num_chunks)
+
+
+@compiled
+def _softmax(logits: int, probabilities: int, num_experts: int) -> None:
+    """Rows have room for whole vectors; those of the logits are completed with experts that cannot be chosen."""
+    for expert in range(num_experts, (num_experts + 15) // 16 * 16):
+        set_f32(logits + 4 * expert, _NO_EXPERT)
+    largest = load16(logits)
+    for i in range(64, 4 * num_experts, 64):
+        largest = max16(largest, load16(logits + i))
+    largest = splat16(largest16(largest))
+    total = splat16(np.float32(0.0))
+    for i in range(0, 4 * num_experts, 64):
+        weight = exp16(load16(logits + i) - largest)
+        store16(probabilities + i, weight)
+        total = total + weight
+    total = splat16(sum16(total))
+    for i in range(0, 4 * num_experts, 64):
+        store16(probabilities + i, load16(probabilities + i) / total)
+
+
+@compiled
+def _choose(job: Any, row: int) -> None:
+    """The top-k experts of a row, in ascending order of id."""
+    top_k = job.top_k
+    probabilities = numba.carray(pointer_f32(job.probabilities + row * job.y_stride), job.num_experts)
+    ids = numba.carray(pointer_i32(job.ids + row * top_k * 4), top_k)
+    weights = numba.carray(pointer_f32(job.expert_weights + row * top_k * 4), top_k)
+    _take_largest(probabilities, ids, weights)
+    _sort_by_id(ids, weights)
+    if job.renormalise != 0:
+        total = np.float32(0.0)
+        for k in range(top_k):
+            total += weights[k]
+        for k in range(top_k):
+            weights[k] /= total
+
+
+@compiled
+def _take_largest(values: Any, ids: Any, best: Any) -> None:
+    """Keep the best in descending order; a later value goes behind its equals."""
+    count, top_k = 0, len(best)
+    for index in range(len(values)):
+        value = values[index]
+        if count == top_k and not value > best[top_k - 1]:
+            continue
+        place = min(count, top_k - 1)
+        while place > 0 and best[place - 1] < value:
+            best[place], ids[place] = best[place - 1], ids[place - 1]
+            place -= 1
+        best[place], ids[place] = value, index
+        count = min(count + 1, top_k)
+
+
+@compiled
+def _sort_by_id(ids: Any, values: Any) -> None:
+    for k in range(1, len(ids)):
+        expert, value, place = ids[k], values[k], k
+        while place > 0 and ids[place - 1] > expert:
+            ids[place], values[place] = ids[place - 1], values[place - 1]
+            place -= 1
+        ids[place], values[place] = expert, value
+
+
+class RouterStage:
+    """Routers of one shape, for up to `max_tokens` tokens a call; one call at a time."""
+
+    def __init__(self, team: ThreadTeam, spec: RouterSpec, hidden: int, norm_eps: float, max_tokens: int) -> None:
+        self.spec, self._team = spec, team
+        self._linear = NormedLinear(hidden, spec.num_experts, norm_eps, max_tokens, DEFAULT_PLANES)
+        shape = (max_tokens, num_blocks(spec.num_experts) * 16)
+        self._probabilities: F32Array = aligned_bytes(max_tokens * shape[1] * 4).view(np.float32).reshape(shape)
+        self._ids: I32Array = np.zeros((max_tokens, spec.top_k), np.int32)
+        self._weights: F32Array = np.zeros((max_tokens, spec.top_k), np.float32)
+        frame = self._linear.frame
+        frame["num_experts"], frame["top_k"], frame["renormalise"] = spec.num_experts, spec.top_k, spec.norm_topk_prob
+        frame["probabilities"], frame["ids"] = self._probabilities.ctypes.data, self._ids.ctypes.data
+        frame["expert_weights"] = self._weights.ctypes.data
+
+    @staticmethod
+    def scratch_bytes(spec: RouterSpec, hidden: int, max_tokens: int) -> int:
+        """Bytes a stage allocates, at most."""
+        rows = num_blocks(spec.num_experts) * 64 + spec.top_k * 8
+        return NormedLinear.scratch_bytes(hidden, spec.num_experts, max_tokens) + max_tokens * rows
+
+    def __call__(self, x: F32Array, norm: F32Array, gate: PackedMatrix) -> tuple[F32Array, I32Array, F32Array]:
+        """x [T, D] float32, C-contiguous; norm [D]; gate [E, D] -> (h = norm(x) [T, D], ids [T, K], weights [T, K]).
+
+        ids ascend within a token. The results are views of buffers of the stage, valid until the next call.
+        """
+        helpers = self._linear.bind(x, norm, gate)
+        self._team.run(STAGE, self._linear.frame, helpers)
+        num_tokens = x.shape[0]
+        return self._linear.h[:num_tokens], self._ids[:num_tokens], self._weights[:num_tokens]
+
+    def logits(self, num_tokens: int) -> F32Array:
+        """Gate logits [T, E] of the last call, a view."""
+        return self._linear.y[:num_tokens, : self.spec.num_experts]

@@ -1,0 +1,274 @@
+"""Every message between the processes, and its frames: `to_frames` and `from_frames` are inverse functions.
+
+    frame 0   header  <4s magic "CLBR"><u16 protocol version><u16 number of array frames>, then the msgpack body
+    frame 1.. arrays  raw little-endian bytes, C order; dtype and shape stand in the body
+
+There is no pickle. A body is a tagged union of the structs below; an array field holds {dtype, shape, frame} in the body.
+Two conversations use them:
+
+    client  ── Generate, Score, Cancel, GetStatus, Shutdown ──▶ coordinator ── Piece, Finished, Scores, Status, Failed ──▶ client
+    coordinator ── Route, Stop ──▶ worker ── Hello, Routed, Failed ──▶ coordinator
+
+See docs/protocol.md. Decoded arrays are read-only views into the received frames.
+"""
+
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+
+from colibri_mp.errors import ProtocolError
+
+MAGIC = b"CLBR"
+VERSION = 1
+_HEADER = struct.Struct("<4sHH")
+_DTYPES = ("<f4", "<i4")
+
+Frame: TypeAlias = bytes | memoryview
+Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
+Ints: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
+
+
+class Array(msgspec.Struct, frozen=True):
+    """An array on the wire: float32 or int32, C order. `frame` counts array frames from 0."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    frame: int
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How the next token is chosen; `temperature` 0 is greedy. The defaults of a checkpoint fill in what is None.
+
+    Ranges: temperature >= 0, 0 < top_p <= 1, top_k >= 0 (0: off), 0 <= min_p < 1, repetition_penalty > 0.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """One turn of a conversation: `role` is "system", "user" or "assistant"."""
+
+    role: str
+    content: str
+
+
+class Conversation(msgspec.Struct, frozen=True):
+    """A prompt for the checkpoint's chat template, which adds the start of the answer."""
+
+    messages: tuple[ChatMessage, ...]
+
+
+Prompt: TypeAlias = str | list[int] | Conversation
+
+
+# -- client to coordinator --------------------------------------------------------------------------------------------
+
+
+class Generate(msgspec.Struct, frozen=True, tag=True):
+    """Generate up to `max_tokens` tokens after `prompt`: text, token ids, or a conversation for the chat template."""
+
+    request_id: int
+    prompt: Prompt
+    max_tokens: int | None
+    sampling: Sampling
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+class Score(msgspec.Struct, frozen=True, tag=True):
+    """Teacher-forced logits of every position of every prompt; the prompts share the steps as one batch."""
+
+    request_id: int
+    prompts: list[list[int]]
+    chunk: int | None = None
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Stop a request of this client; it ends with `Finished(finish_reason="cancelled")` unless it has ended already."""
+
+    request_id: int
+
+
+class GetStatus(msgspec.Struct, frozen=True, tag=True):
+    """Ask for `Status`; answered at any time, in the middle of a prefill too."""
+
+    request_id: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """End the cluster; answered with `Status` just before the coordinator stops."""
+
+    request_id: int
+
+
+# -- coordinator to client --------------------------------------------------------------------------------------------
+
+
+class Piece(msgspec.Struct, frozen=True, tag=True):
+    """New tokens of a request and the text that is complete by now (whole characters; may be empty)."""
+
+    request_id: int
+    token_ids: list[int]
+    text: str
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """The end of a `Generate`; `text` is the rest that had been held back. `stats` as documented in `client.Completion`."""
+
+    request_id: int
+    finish_reason: str
+    text: str
+    stats: dict[str, Any]
+
+
+class Scores(msgspec.Struct, frozen=True, tag=True):
+    """Logits float32 [T, V] of one prompt of a `Score`; the request has ended after the last prompt's."""
+
+    request_id: int
+    prompt_idx: int
+    logits: np.ndarray[Any, Any]
+
+
+class Status(msgspec.Struct, frozen=True, tag=True):
+    """What the cluster is and does: the nested dict that `status --json` prints."""
+
+    request_id: int
+    stats: dict[str, Any]
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """An error in place of an answer. From a worker, `request_id` is the step."""
+
+    request_id: int
+    kind: str
+    message: str
+
+
+# -- coordinator and worker -------------------------------------------------------------------------------------------
+
+
+class Route(msgspec.Struct, frozen=True, tag=True):
+    """Compute the experts of `layer` for a batch: x float32 [T, D], ids int32 [T, K], weights float32 [T, K]."""
+
+    step: int
+    layer: int
+    x: np.ndarray[Any, Any]
+    ids: np.ndarray[Any, Any]
+    weights: np.ndarray[Any, Any]
+
+
+class StepCounters(msgspec.Struct, frozen=True, array_like=True):
+    """What one `Route` cost a worker: experts found and read, bytes asked of the disk, seconds."""
+
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    bytes_read: int = 0
+    disk_s: float = 0.0  # wall time in which at least one read was under way
+    wait_s: float = 0.0  # wall time in which compute stood still for the disk
+    compute_s: float = 0.0
+
+
+class Routed(msgspec.Struct, frozen=True, tag=True):
+    """The routed sum y float32 [T, D] of a `Route`, each token's experts added in ascending id."""
+
+    step: int
+    layer: int
+    y: np.ndarray[Any, Any]
+    counters: StepCounters
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """A worker is ready: its pool is attached, its kernels are loaded. `notes`: choices it made, with reasons."""
+
+    worker_id: int
+    pid: int
+    notes: tuple[str, ...] = ()
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """End the worker."""
+
+
+Message: TypeAlias = (
+    Generate | Score | Cancel | GetStatus | Shutdown
+    | Piece | Finished | Scores | Status | Failed
+    | Route | Routed | Hello | Stop
+)  # fmt: skip
+
+
+class _Codec(threading.local):
+    """msgpack with the arrays moved out of the body; an instance for each thread, since its hooks keep state."""
+
+    def __init__(self) -> None:
+        self._arrays: list[np.ndarray[Any, Any]] = []
+        self._frames: Sequence[Frame] = ()
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._put)
+        self._decoder = msgspec.msgpack.Decoder(Message, dec_hook=self._take)
+
+    def _put(self, value: object) -> Array:
+        if not isinstance(value, np.ndarray) or value.dtype.str not in _DTYPES:
+            raise ProtocolError(
+                f"cannot send {type(value).__name__} {getattr(value, 'dtype', '')}: float32 and int32 arrays only"
+            )
+        self._arrays.append(np.ascontiguousarray(value))
+        return Array(value.dtype.str, value.shape, len(self._arrays) - 1)
+
+    def _take(self, _type: type, value: Any) -> np.ndarray[Any, Any]:
+        array = msgspec.convert(value, Array)
+        if array.dtype not in _DTYPES or array.frame >= len(self._frames):
+            raise ProtocolError(f"array field {value} does not fit {len(self._frames)} array frames")
+        flat = np.frombuffer(self._frames[array.frame], dtype=array.dtype)
+        if any(n < 0 for n in array.shape) or flat.size != int(np.prod(array.shape, dtype=np.int64)):
+            raise ProtocolError(f"array frame {array.frame} has {flat.size} values, its shape is {array.shape}")
+        return flat.reshape(array.shape)
+
+    def encode(self, message: Message) -> list[Frame]:
+        self._arrays = []
+        body = self._encoder.encode(message)
+        header = _HEADER.pack(MAGIC, VERSION, len(self._arrays))
+        return [header + body, *(a.data.cast("B") if a.size else b"" for a in self._arrays)]
+
+    def decode(self, frames: Sequence[Frame]) -> Message:
+        self._frames = frames[1:]
+        return self._decoder.decode(memoryview(frames[0])[_HEADER.size :])  # type: ignore[no-any-return]
+
+
+_codec = _Codec()
+
+
+def to_frames(message: Message) -> list[Frame]:
+    """The frames of a message. Array frames are views of the message's arrays: keep these unchanged until sent."""
+    return _codec.encode(message)
+
+
+def from_frames(frames: Sequence[Frame]) -> Message:
+    """The message of `frames`.
+
+    Raises:
+        ProtocolError: other magic or version, wrong number of frames, unknown message, field of a wrong type or size.
+    """
+    if not frames or len(frames[0]) < _HEADER.size:
+        raise ProtocolError(f"message of {len(frames)} frames without a header of {_HEADER.size} bytes")
+    magic, version, num_arrays = _HEADER.unpack_from(frames[0])
+    if magic != MAGIC:
+        raise ProtocolError(f"message starts with {magic!r} in place of {MAGIC!r}: not a colibri-mp peer")
+    if version != VERSION:
+        raise ProtocolError(
+            f"peer speaks protocol {version}, this is {VERSION}: use one colibri-mp version on both sides"
+        )
+    if num_arrays != len(frames) - 1:
+        raise ProtocolError(f"header announces {num_arrays} array frames, {len(frames) - 1} came")
+    try:
+        return _codec.decode(frames)
+    except (msgspec.DecodeError, msgspec.ValidationError, ValueError) as error:
+        raise ProtocolError(f"message cannot be decoded: {error}") from error

@@ -1,0 +1,192 @@
+"""Building blocks that the families share: a pre-norm decoder with grouped-query attention, found in a tensor table.
+
+Names follow Hugging Face's `model.layers.N...`. Each function looks up and checks the tensors of one part.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from colibri_mp.checkpoint.experts import STANDARD_NAMES, ExpertDims, find_experts
+from colibri_mp.checkpoint.matrices import Shape, TensorTable
+from colibri_mp.checkpoint.safetensors_header import TensorInfo
+from colibri_mp.errors import CheckpointError
+from colibri_mp.models.config import ConfigReader, read_rope
+from colibri_mp.specs import AttentionSpec, QKNorm, RopeSpec, RouterSpec
+from colibri_mp.models.structure import AttentionTensors, DenseSpec, LayerSpec, ModelSpec, MoeSpec
+
+BuildMlp = Callable[[TensorTable, int], MoeSpec | DenseSpec]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """The fields of config.json that every family has."""
+
+    hidden: int
+    num_layers: int
+    vocab_size: int
+    max_context: int
+    norm_eps: float
+    tied: bool
+    attention: AttentionSpec
+    rope: RopeSpec
+
+
+def read_decoder_config(
+    config: ConfigReader,
+    *,
+    qk_norm: QKNorm,
+    window: int | None = None,
+    clip_qkv: float | None = None,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    default_theta: float,
+    default_eps: float,
+) -> DecoderConfig:
+    """Read the common fields; what differs between the families is given."""
+    config.require("hidden_act", config.text("hidden_act", default="silu"), "silu")
+    hidden, num_heads = config.whole("hidden_size"), config.whole("num_attention_heads")
+    num_kv_heads = config.whole("num_key_value_heads", default=num_heads)
+    _refuse_remainder("num_attention_heads", num_heads, "num_key_value_heads", num_kv_heads)
+    head_dim = _head_dim(config, hidden, num_heads)
+    norm_eps = config.positive("rms_norm_eps", default=default_eps)
+    rope = read_rope(config, head_dim, default_theta)
+    attention = AttentionSpec(
+        hidden=hidden,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        qk_norm=qk_norm,
+        norm_eps=norm_eps,
+        clip_qkv=clip_qkv,
+        window=window,
+        scale=head_dim**-0.5,
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+    )
+    return DecoderConfig(
+        hidden=hidden,
+        num_layers=config.whole("num_hidden_layers"),
+        vocab_size=config.whole("vocab_size"),
+        max_context=max(config.whole("max_position_embeddings"), int(rope.factor * rope.original_max_position)),
+        norm_eps=norm_eps,
+        tied=config.flag("tie_word_embeddings", default=False),
+        attention=attention,
+        rope=rope,
+    )
+
+
+def read_router(config: ConfigReader, *, norm_topk_prob: bool) -> RouterSpec:
+    """The router's fields: number of experts, and how many of them a token chooses."""
+    num_experts, top_k = config.whole("num_experts", "num_local_experts"), config.whole("num_experts_per_tok")
+    if top_k > num_experts:
+        raise CheckpointError(f"config.json: num_experts_per_tok = {top_k} is more than num_experts = {num_experts}")
+    return RouterSpec(num_experts, top_k, norm_topk_prob)
+
+
+def build_model(model_type: str, table: TensorTable, decoder: DecoderConfig, build_mlp: BuildMlp) -> ModelSpec:
+    """The whole model; `build_mlp(table, layer)` is what the family adds. Refuses tensors that nothing uses."""
+    embed_shape = Shape((decoder.vocab_size, decoder.hidden), "vocab_size, hidden_size")
+    embed = table.matrix("model.embed_tokens", embed_shape)
+    layers = tuple(_layer(table, i, decoder.attention, build_mlp) for i in range(decoder.num_layers))
+    if not any(isinstance(layer.mlp, MoeSpec) for layer in layers):
+        raise CheckpointError("config.json: no layer has experts; only mixture-of-experts models are supported")
+    return ModelSpec(
+        model_type=model_type,
+        hidden=decoder.hidden,
+        vocab_size=decoder.vocab_size,
+        max_context=decoder.max_context,
+        norm_eps=decoder.norm_eps,
+        rope=decoder.rope,
+        embed=embed,
+        head=embed if decoder.tied else table.matrix("lm_head", embed_shape),
+        final_norm=_norm(table, "model.norm", decoder.hidden),
+        layers=layers,
+    )
+
+
+def build_moe(
+    table: TensorTable,
+    layer: int,
+    path: str,
+    router: RouterSpec,
+    dims: ExpertDims,
+    names: Mapping[str, str] = STANDARD_NAMES,
+) -> MoeSpec:
+    """The mixture-of-experts block `path` of one layer: its router `gate` and its experts."""
+    gate = table.matrix(f"{path}.gate", Shape((router.num_experts, dims.hidden), "num_experts, hidden_size"))
+    return MoeSpec(router, gate, find_experts(table, layer, path, dims, names))
+
+
+def build_dense(table: TensorTable, path: str, hidden: int, width: int) -> DenseSpec:
+    """The dense block `path` of width `intermediate_size`."""
+    wide = Shape((width, hidden), "intermediate_size, hidden_size")
+    narrow = Shape((hidden, width), "hidden_size, intermediate_size")
+    return DenseSpec(
+        gate=table.matrix(f"{path}.gate_proj", wide),
+        up=table.matrix(f"{path}.up_proj", wide),
+        down=table.matrix(f"{path}.down_proj", narrow),
+    )
+
+
+def _layer(table: TensorTable, i: int, spec: AttentionSpec, build_mlp: BuildMlp) -> LayerSpec:
+    path = f"model.layers.{i}"
+    return LayerSpec(
+        attention=spec,
+        tensors=_attention(table, path, spec),
+        mlp_norm=_norm(table, f"{path}.post_attention_layernorm", spec.hidden),
+        mlp=build_mlp(table, i),
+    )
+
+
+def _attention(table: TensorTable, layer_path: str, spec: AttentionSpec) -> AttentionTensors:
+    path = f"{layer_path}.self_attn"
+    q_rows = Shape((spec.q_width, spec.hidden), "num_attention_heads * head_dim, hidden_size")
+    kv_rows = Shape((spec.kv_width, spec.hidden), "num_key_value_heads * head_dim, hidden_size")
+    o_rows = Shape((spec.hidden, spec.q_width), "hidden_size, num_attention_heads * head_dim")
+    return AttentionTensors(
+        norm=_norm(table, f"{layer_path}.input_layernorm", spec.hidden),
+        q=table.matrix(f"{path}.q_proj", q_rows),
+        k=table.matrix(f"{path}.k_proj", kv_rows),
+        v=table.matrix(f"{path}.v_proj", kv_rows),
+        o=table.matrix(f"{path}.o_proj", o_rows),
+        **_biases(table, path, spec),
+        **_qk_norms(table, path, spec),
+    )
+
+
+def _biases(table: TensorTable, path: str, spec: AttentionSpec) -> Mapping[str, TensorInfo]:
+    rows = {"q": spec.q_width, "k": spec.kv_width, "v": spec.kv_width} if spec.qkv_bias else {}
+    if spec.o_bias:
+        rows["o"] = spec.hidden
+    shapes = {name: Shape((size,), f"rows of {name}_proj; attention_bias is true") for name, size in rows.items()}
+    return {f"{name}_bias": table.vector(f"{path}.{name}_proj.bias", shape) for name, shape in shapes.items()}
+
+
+def _qk_norms(table: TensorTable, path: str, spec: AttentionSpec) -> Mapping[str, TensorInfo]:
+    match spec.qk_norm:
+        case "none":
+            return {}
+        case "head":
+            shapes = {name: Shape((spec.head_dim,), "head_dim") for name in ("q_norm", "k_norm")}
+        case "full":
+            shapes = {"q_norm": Shape((spec.q_width,), "num_attention_heads * head_dim")}
+            shapes["k_norm"] = Shape((spec.kv_width,), "num_key_value_heads * head_dim")
+    return {name: table.vector(f"{path}.{name}.weight", shape) for name, shape in shapes.items()}
+
+
+def _norm(table: TensorTable, path: str, hidden: int) -> TensorInfo:
+    return table.vector(f"{path}.weight", Shape((hidden,), "hidden_size"))
+
+
+def _head_dim(config: ConfigReader, hidden: int, num_heads: int) -> int:
+    if not config.has("head_dim"):
+        _refuse_remainder("hidden_size", hidden, "num_attention_heads", num_heads)
+    head_dim = config.whole("head_dim", default=hidden // num_heads)
+    if head_dim % 2:
+        raise CheckpointError(f"config.json: head_dim = {head_dim} must be even, rotary embedding works on pairs")
+    return head_dim
+
+
+def _refuse_remainder(name: str, value: int, by_name: str, by: int) -> None:
+    if value % by:
+        raise CheckpointError(f"config.json: {name} = {value} is no multiple of {by_name} = {by}")

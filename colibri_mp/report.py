@@ -1,0 +1,51 @@
+"""Plan and status as tables for people."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from colibri_mp.config import format_size
+from colibri_mp.planner import Plan
+
+
+def print_plan(plan: Plan) -> None:
+    """The terms of a plan, and what they buy."""
+    table = Table(title=f"memory plan for {format_size(plan.budget_bytes)}", title_justify="left")
+    table.add_column("process")
+    table.add_column("for")
+    table.add_column("bytes", justify="right")
+    for term in sorted(plan.terms, key=lambda term: term.process):
+        table.add_row(term.process, term.name, format_size(term.nbytes))
+    table.add_section()
+    table.add_row("sum", "", format_size(plan.planned_bytes))
+    console = Console()
+    console.print(table)
+    console.print(
+        f"experts in memory: {plan.resident_share:.1%}, slabs of {format_size(plan.expert_bytes)}", highlight=False
+    )
+    for note in plan.notes:
+        console.print(note, highlight=False)
+
+
+def print_status(stats: dict[str, Any]) -> None:
+    """What `status` shows without `--json`."""
+    model, cache, memory, requests = stats["model"], stats["cache"], stats["memory"], stats["requests"]
+    console = Console(highlight=False)
+    console.print(
+        f"cluster {stats['name']!r} (pid {stats['pid']}) is {stats['state']}, up {stats['uptime_s']:.0f} s\n"
+        f"model    {model['path']} ({model['model_type']}, {model['num_layers']} layers)\n"
+        f"requests {requests['active']} active, {requests['waiting_sequences']} waiting; "
+        f"{requests['kv_blocks_free']} of {requests['kv_blocks']} KV blocks free\n"
+        f"cache    {cache['hit_rate']:.1%} of {cache['hits'] + cache['misses']:.0f} experts from memory, "
+        f"{format_size(cache['bytes_read'])} read\n"
+        f"memory   {format_size(memory['used_bytes'])} used, {format_size(memory['peak_bytes'])} at most, "
+        f"of {format_size(memory['budget_bytes'])}"
+    )
+    table = Table("worker", "pid", "layers", "slots", "hits", "misses", "read")
+    for worker in stats["workers"]:
+        table.add_row(
+            str(worker["worker_id"]), str(worker["pid"]), worker["layers"], str(worker["num_slots"]),
+            str(worker["hits"]), str(worker["misses"]), format_size(worker["bytes_read"]),
+        )  # fmt: skip
+    console.print(table)

@@ -1,0 +1,126 @@
+"""Which rows the next step computes: decode tokens first, then prompt chunks, within a number of rows.
+
+Pure bookkeeping, no arrays and no processes, so it is tested alone. A `Sequence` is one run of tokens with its KV blocks;
+`schedule` picks rows, `advance` says that they were computed. Waiting sequences are admitted in order of arrival as soon
+as KV blocks for their whole projected length are free.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from colibri_mp.kvcache import BlockAllocator
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Tokens of one request. `token_ids` grows while generating; the first `num_computed` have their KV stored.
+
+    `max_chunk` limits prompt rows a step; `projected_tokens` is the most it can grow to. `all_logits`: logits of every
+    row are wanted, not only of the last.
+    """
+
+    token_ids: list[int]
+    projected_tokens: int
+    max_chunk: int
+    all_logits: bool = False
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that are known but not computed."""
+        return len(self.token_ids) - self.num_computed
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`count` tokens of `sequence` from position `start` on, computed in one step."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens of these rows."""
+        return self.sequence.token_ids[self.start : self.start + self.count]
+
+    @property
+    def reaches_end(self) -> bool:
+        """Whether the last row's logits choose a new token."""
+        return self.start + self.count == len(self.sequence.token_ids)
+
+    @property
+    def num_logits(self) -> int:
+        """How many of the rows, counted from the last, need logits."""
+        return self.count if self.sequence.all_logits else int(self.reaches_end)
+
+
+class Scheduler:
+    """Sequences waiting, and running with KV blocks in hand."""
+
+    def __init__(self, allocator: BlockAllocator, max_rows: int) -> None:
+        self.allocator = allocator
+        self.max_rows = max_rows
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence.
+
+        Raises:
+            RequestError: it can never fit the KV memory.
+        """
+        self.allocator.check(sequence.projected_tokens)
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, wherever it is, and free its blocks."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        if sequence in self.running:
+            self.running.remove(sequence)
+        self.allocator.release(sequence.blocks)
+
+    def schedule(self) -> list[Rows]:
+        """Rows of the next step; empty if there is nothing to do. Admits waiting sequences first."""
+        self._admit()
+        decoding = [s for s in self.running if s.num_pending == 1]
+        prefilling = [s for s in self.running if s.num_pending > 1]
+        rows = [Rows(s, s.num_computed, 1) for s in decoding[: self.max_rows]]
+        left = self.max_rows - len(rows)
+        for num_before, sequence in enumerate(prefilling):  # equal shares; what one does not need goes to the next
+            share = -(-left // (len(prefilling) - num_before))
+            count = min(share, sequence.num_pending, sequence.max_chunk)
+            if count > 0:
+                rows.append(Rows(sequence, sequence.num_computed, count))
+                left -= count
+        self._rotate(rows)
+        return rows
+
+    def advance(self, rows: list[Rows]) -> None:
+        """Mark rows as computed."""
+        for part in rows:
+            part.sequence.num_computed += part.count
+
+    def _admit(self) -> None:
+        while self.waiting:
+            blocks = self.allocator.acquire(self.waiting[0].projected_tokens)
+            if blocks is None:
+                return
+            sequence = self.waiting.popleft()
+            sequence.blocks = blocks
+            self.running.append(sequence)
+
+    def _rotate(self, rows: list[Rows]) -> None:
+        """Move served sequences behind those left out, so that nobody starves when rows are short."""
+        served = {id(part.sequence) for part in rows}
+        if len(served) < len(self.running):
+            self.running.sort(key=lambda s: id(s) in served)
+
+    def check_integrity(self) -> None:
+        """Assert that blocks are held by running sequences only, each once, and suffice."""
+        self.allocator.check_integrity([s.blocks for s in self.running])
+        for sequence in self.running:
+            assert len(sequence.blocks) == self.allocator.blocks_for(sequence.projected_tokens)
+            assert sequence.num_computed <= len(sequence.token_ids) <= sequence.projected_tokens

@@ -1,0 +1,198 @@
+"""The coordinator process: start everything, run the engine, stop everything.
+
+    main thread       engine: waits for commands and worker deaths, runs steps
+    control thread    clients' socket, status, memory readings (see control)
+    lifeline thread   owned clusters: waits for the end of stdin, which is the end of the client
+
+Ends by `Shutdown`, SIGTERM, the end of an owning client, or a worker's death; in each case requests are answered,
+workers stopped, segments unlinked and the run directory removed. Ctrl-C is the client's business: it reaches the whole
+process group and is ignored here.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from colibri_mp import __version__, log, rundir
+from colibri_mp.config import LaunchConfig
+from colibri_mp.control import ClientGone, Command, ControlEndpoint
+from colibri_mp.coordinator import Coordinator, Stopping
+from colibri_mp.engine import Engine
+from colibri_mp.errors import ColibriError, WorkerDied
+from colibri_mp.handshake import Ready, Reporter, StartFailed, read_request
+from colibri_mp.kernels.kv_cache import BLOCK_TOKENS
+from colibri_mp.kvcache import BlockAllocator
+from colibri_mp.memory import MemoryWatch
+from colibri_mp.messages import Cancel, Generate, Score, Shutdown, Status
+from colibri_mp.scheduler import Scheduler
+from colibri_mp.shm.segment import unlink_stale
+from colibri_mp.tokenizer import Tokenizer, eos_token_ids, sampling_defaults
+from colibri_mp.transport import wait
+
+_log = logging.getLogger(__name__)
+_IDLE_TICK_S = 1.0
+
+
+def main() -> None:
+    """Entry point of the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    reporter = Reporter()
+    try:
+        config, owned = read_request(sys.stdin.buffer.readline())
+        log.configure("coordinator", config.log_level)
+        code = _run(config, owned, reporter)
+    except ColibriError as error:
+        reporter.send(StartFailed(error.kind, str(error)))
+        code = error.exit_code
+    except Exception:  # a defect: say all we know, and end
+        traceback.print_exc()
+        code = 1
+    reporter.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the lifeline thread sits in a read of stdin that nothing can interrupt
+
+
+def _run(config: LaunchConfig, owned: bool, reporter: Reporter) -> int:
+    with ExitStack() as stack:
+        service = Service(config, owned, reporter.progress, stack)
+        if owned:
+            threading.Thread(target=_lifeline, args=(service.stop,), daemon=True, name="lifeline").start()
+        service.start()
+        signal.signal(signal.SIGTERM, lambda _signal, _frame: service.stop())
+        reporter.send(Ready(service.run_dir.path.name, service.notes))
+        return service.run()
+
+
+def _lifeline(stop: Callable[[], None]) -> None:
+    while os.read(0, 4096):
+        pass
+    stop()
+
+
+class Service:
+    """One cluster, from the coordinator's side."""
+
+    def __init__(
+        self, config: LaunchConfig, owned: bool, progress: Callable[[str], None], stack: ExitStack
+    ) -> None:
+        self._config = config
+        self._owner = [("client", os.getppid())] if owned else []
+        self._progress = progress
+        self._stack = stack
+        self._stopping = threading.Event()
+        self._started = time.time()
+        self._watch = MemoryWatch()
+        self.notes: tuple[str, ...] = ()
+        self._broken: WorkerDied | None = None
+
+    def start(self) -> None:
+        """Bring the cluster up to the point where it serves.
+
+        Raises:
+            ColibriError: what is in the way; the exit stack takes back what has been made.
+        """
+        rundir.clean_stale(unlink_stale)
+        self.run_dir = rundir.create(self._config.name or f"run-{os.getpid()}")
+        self._stack.callback(self.run_dir.remove)
+        self.coordinator = Coordinator.launch(
+            self._config, self.run_dir, self._progress, self._stopping.is_set, self._stack
+        )
+        self.notes = self.coordinator.notes
+        allocator = BlockAllocator(self.coordinator.kv.num_blocks, BLOCK_TOKENS)
+        self.control = ControlEndpoint(self.run_dir.control, self.status, self._sample_memory)
+        checkpoint = self.coordinator.checkpoint
+        tokenizer = Tokenizer.load(checkpoint.path)
+        self.engine = Engine(
+            self.coordinator,
+            Scheduler(allocator, self._config.prefill_chunk),
+            tokenizer,
+            sampling_defaults(checkpoint),
+            eos_token_ids(checkpoint, tokenizer),
+            self.control.emit,
+        )
+        self._processes = self.coordinator.processes()
+        self._sample_memory()
+        self._stack.callback(self.control.close)
+        self.control.start()
+
+    def stop(self) -> None:
+        """Ask the cluster to end; callable from any thread and from a signal handler."""
+        self._stopping.set()
+        if hasattr(self, "control"):
+            self.control.inbox.wake()
+
+    def run(self) -> int:
+        """Serve until the end; returns the exit code."""
+        try:
+            while not self._stopping.is_set():
+                self._wait_if_idle()
+                for command in self.control.inbox.drain():
+                    self._obey(command)
+                self.coordinator.supervisor.check_alive()
+                self.engine.step()
+        except Stopping:
+            pass
+        except WorkerDied as error:
+            self._broken = error
+            _log.error("%s", error)
+        self.engine.fail_all(self._broken or ColibriError("the cluster is stopping"))
+        return self._broken.exit_code if self._broken else 0
+
+    def status(self) -> dict[str, Any]:
+        """What `status --json` prints."""
+        coordinator = self.coordinator
+        cache = coordinator.cache_counters()
+        asked = cache["hits"] + cache["misses"]
+        return {
+            "version": __version__,
+            "name": self.run_dir.path.name,
+            "pid": os.getpid(),
+            "uptime_s": time.time() - self._started,
+            "state": "broken" if self._broken else "stopping" if self._stopping.is_set() else "serving",
+            "model": coordinator.describe_model(),
+            "requests": {
+                "active": self.engine.num_requests,
+                "running_sequences": len(self.engine.scheduler.running),
+                "waiting_sequences": len(self.engine.scheduler.waiting),
+                "kv_blocks_free": self.engine.scheduler.allocator.num_free,
+                "kv_blocks": self.engine.scheduler.allocator.num_blocks,
+            },
+            "progress": {"steps": self.engine.num_steps, "tokens": self.engine.num_tokens},
+            "cache": {**cache, "hit_rate": cache["hits"] / asked if asked else 0.0},
+            "workers": coordinator.describe_workers(),
+            "memory": {
+                "budget_bytes": coordinator.plan.budget_bytes,
+                "used_bytes": self._watch.total_bytes,
+                "peak_bytes": self._watch.peak_bytes,
+                "by_process": self._watch.by_process,
+            },
+            "notes": list(self.notes),
+        }
+
+    def _wait_if_idle(self) -> None:
+        if self.engine.is_idle:
+            wait([self.control.inbox.fd, *self.coordinator.supervisor.sentinels], _IDLE_TICK_S)
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case ClientGone(client=client):
+                self.engine.forget_client(client)
+            case (client, Cancel(request_id=request_id)):
+                self.engine.cancel(client, request_id)
+            case (client, Shutdown(request_id=request_id)):
+                self._stopping.set()
+                self.control.emit(client, Status(request_id, self.status()))
+            case (client, Generate() | Score() as request):
+                self.engine.submit(client, request)
+
+    def _sample_memory(self) -> None:
+        pool_bytes = sum(share.pool_bytes for share in self.coordinator.plan.workers)
+        self._watch.sample([*self._owner, *self._processes], pool_bytes)

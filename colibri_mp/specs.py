@@ -1,0 +1,134 @@
+"""What a model says of its attention, router and rotary embedding, as plain values, checked when made.
+
+The families fill them in, the kernels read them. No arrays, no files, no compiled code: importing this is cheap.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from colibri_mp.errors import CheckpointError
+
+QKNorm = Literal["none", "head", "full"]
+RopeType = Literal["default", "linear", "yarn", "llama3"]
+
+MAX_HEAD_DIM = 512
+MAX_EXPERTS = 512
+MAX_TOP_K = 64
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Shape and rules of one attention block; `head_dim` is given, never hidden / num_heads.
+
+    `qk_norm`: RMS norm of q and k not at all, over each head, or over the whole projection; before the rotary embedding.
+    `clip_qkv`: q, k and v are clamped to [-clip_qkv, clip_qkv] after the norm (OLMoE). `window`: position s is visible from
+    t iff 0 <= t - s < window; None: all. `scale` multiplies the scores, usually head_dim^-0.5. The biases of q, k and v come together.
+    """
+
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    norm_eps: float
+    qk_norm: QKNorm = "none"
+    clip_qkv: float | None = None
+    window: int | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.hidden, self.num_heads, self.num_kv_heads) <= 0 or self.num_heads % self.num_kv_heads:
+            raise CheckpointError(
+                f"attention of width {self.hidden} with {self.num_heads} heads and {self.num_kv_heads} key-value heads is impossible"
+            )
+        if not 0 < self.head_dim <= MAX_HEAD_DIM or self.head_dim % 2:
+            raise CheckpointError(f"head_dim must be even and at most {MAX_HEAD_DIM}, not {self.head_dim}")
+        if self.qk_norm not in ("none", "head", "full"):
+            raise CheckpointError(f"unknown q/k norm {self.qk_norm!r}")
+        if self.window is not None and self.window <= 0:
+            raise CheckpointError(f"a sliding window of {self.window} tokens is impossible")
+        if self.clip_qkv is not None and not self.clip_qkv > 0:
+            raise CheckpointError(f"clip_qkv must be positive, not {self.clip_qkv}")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that read one key-value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def q_width(self) -> int:
+        """Elements of all query heads of a token: rows of q, columns of o."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of all key heads of a token: rows of k and of v."""
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """Softmax over all experts, the `top_k` largest, their weights divided by their sum iff `norm_topk_prob`."""
+
+    num_experts: int
+    top_k: int
+    norm_topk_prob: bool
+
+    def __post_init__(self) -> None:
+        if not 0 < self.top_k <= min(self.num_experts, MAX_TOP_K) or self.num_experts > MAX_EXPERTS:
+            raise CheckpointError(
+                f"a router to {self.top_k} of {self.num_experts} experts is impossible "
+                f"(at most {MAX_TOP_K} of at most {MAX_EXPERTS})"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """What a model's configuration says about its rotary embedding.
+
+    `original_max_position` (tokens) is needed by yarn and llama3, `factor` by all types but "default".
+    `attention_factor` multiplies cosines and sines; None means the rule of the type (see `attention_scaling`).
+    """
+
+    theta: float
+    rotary_dim: int
+    rope_type: RopeType = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in ("default", "linear", "yarn", "llama3"):
+            raise CheckpointError(
+                f"rope type {self.rope_type!r} is not supported; supported are default, linear, yarn and llama3"
+            )
+        if self.rotary_dim <= 0 or self.rotary_dim % 2:
+            raise CheckpointError(f"the rotary width must be even and positive, not {self.rotary_dim}")
+        if self.theta <= 1.0 or self.factor <= 0.0:
+            raise CheckpointError(f"rope theta {self.theta} or factor {self.factor} is out of range")
+        if self.rope_type in ("yarn", "llama3") and self.original_max_position <= 0:
+            raise CheckpointError(f"rope type {self.rope_type} needs original_max_position_embeddings")
+
+    @property
+    def attention_scaling(self) -> float:
+        """The factor of cosines and sines: 1 unless yarn, there 0.1 ln(factor) + 1 or the ratio of the two mscales."""
+        if self.rope_type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return yarn_mscale(self.factor, self.mscale) / yarn_mscale(self.factor, self.mscale_all_dim)
+        return yarn_mscale(self.factor, 1.0)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,0 +1,123 @@
+"""The only user of ZeroMQ: a `Listener` (ROUTER) that many peers connect to, and a `Link` (DEALER) to one listener.
+
+Sockets are ipc files in the private run directory. Sending never blocks; receiving has a time limit or goes through
+`wait`, which also watches plain file descriptors (process sentinels, wake-up pipes), so that no wait outlives what it
+depends on. A `Listener` and a `Link` belong to the thread that made them.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import zmq
+
+from colibri_mp.errors import ConfigError, ProtocolError
+from colibri_mp.messages import Message, from_frames, to_frames
+
+_COPY_UP_TO_BYTES = 65536  # below, copying a frame is cheaper than zmq's reference counting
+_MAX_PATH_BYTES = 103  # sun_path holds 104 bytes on macOS and 108 on Linux, the last is 0
+
+
+def address(path: Path) -> str:
+    """The ipc address of a socket file.
+
+    Raises:
+        ConfigError: the path is longer than the system allows for a socket.
+    """
+    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
+        raise ConfigError(
+            f"socket path {path} has {len(os.fsencode(path))} bytes, the system allows {_MAX_PATH_BYTES}; "
+            "set COLIBRI_RUN_DIR to a shorter folder or use a shorter --name"
+        )
+    return f"ipc://{path}"
+
+
+class Listener:
+    """A bound ROUTER socket. Peers are named by their identity bytes."""
+
+    def __init__(self, path: Path, linger_s: float = 0.0) -> None:
+        self._context = zmq.Context()
+        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an absent peer is an error, not a lost message
+        self.socket.setsockopt(zmq.LINGER, int(linger_s * 1000))
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.bind(address(path))
+
+    def send(self, peer: bytes, message: Message) -> bool:
+        """Queue a message; False if the peer is not connected (any more)."""
+        frames = to_frames(message)
+        try:
+            self.socket.send_multipart([peer, *frames], copy=_small(frames))
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return False
+            raise
+        return True
+
+    def receive(self) -> tuple[bytes, Message] | ProtocolError | None:
+        """The next message with its sender, None if there is none; a `ProtocolError` value for one not understood."""
+        try:
+            peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=True)
+        except zmq.Again:
+            return None
+        try:
+            return peer, from_frames(frames)
+        except ProtocolError as error:
+            return error
+
+    def close(self) -> None:
+        """Close; what is queued is still sent for `linger_s`. The socket file is removed."""
+        self.socket.close()
+        self._context.term()
+
+
+class Link:
+    """A DEALER socket connected to a `Listener`."""
+
+    def __init__(self, path: Path, identity: bytes = b"", linger_s: float = 1.0) -> None:
+        self._context = zmq.Context()
+        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        if identity:
+            self.socket.setsockopt(zmq.IDENTITY, identity)
+        self.socket.setsockopt(zmq.LINGER, int(linger_s * 1000))
+        self.socket.connect(address(path))
+
+    def send(self, message: Message) -> None:
+        """Queue a message; it waits for the connection if need be."""
+        frames = to_frames(message)
+        self.socket.send_multipart(frames, copy=_small(frames))
+
+    def receive(self, timeout_s: float) -> Message | None:
+        """The next message, or None after `timeout_s`.
+
+        Raises:
+            ProtocolError: the message is not understood.
+        """
+        if not self.socket.poll(int(timeout_s * 1000)):
+            return None
+        return from_frames(self.socket.recv_multipart(copy=True))
+
+    def close(self) -> None:
+        """Close; what is queued is still sent for `linger_s`."""
+        self.socket.close()
+        self._context.term()
+
+
+Waitable: TypeAlias = Listener | Link | int
+
+
+def wait(sources: Sequence[Waitable], timeout_s: float | None) -> list[Waitable]:
+    """The sources that are readable, after at most `timeout_s`; an int is a file descriptor."""
+    poller = zmq.Poller()
+    by_key: dict[object, Waitable] = {}
+    for source in sources:
+        key = source if isinstance(source, int) else source.socket
+        by_key[key] = source
+        poller.register(key, zmq.POLLIN)
+    return [by_key[key] for key, _ in poller.poll(None if timeout_s is None else timeout_s * 1000)]
+
+
+def _small(frames: Sequence[bytes | memoryview]) -> bool:
+    return sum(len(frame) for frame in frames) <= _COPY_UP_TO_BYTES

@@ -1,0 +1,130 @@
+#!/usr/bin/env python3
+"""Speed of a model through a whole cluster: start, prefill, decode. Prints JSON last.
+
+    scripts/bench_model.py MODEL [--ram 40%] [--drop-cache] [--repeat 5]
+
+States beside the figures: how fast this machine reads memory (same run), the disk's share, and what else used the CPU.
+`--drop-cache` tells the system to forget the checkpoint's pages before the start (cold); otherwise they may be warm.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from colibri_mp import Cluster
+from colibri_mp.config import parse_size
+
+
+def forget_pages(model: Path) -> None:
+    """Ask the system to drop the checkpoint's pages from its cache."""
+    for path in model.glob("*.safetensors"):
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+class ForeignCpu:
+    """CPU seconds used by processes that are not ours, over a stretch of time."""
+
+    def __init__(self) -> None:
+        self._started, self._total, self._own = time.perf_counter(), *self._read()
+
+    @staticmethod
+    def _read() -> tuple[float, float]:
+        times = psutil.cpu_times()
+        own = 0.0
+        me = psutil.Process()
+        for process in [me, *me.children(recursive=True)]:
+            try:
+                used = process.cpu_times()
+                own += used.user + used.system
+            except psutil.NoSuchProcess:
+                continue
+        return times.user + times.system + times.nice, own
+
+    def cores(self) -> float:
+        """Average number of cores that others used."""
+        total, own = self._read()
+        return max(0.0, (total - self._total - (own - self._own)) / (time.perf_counter() - self._started))
+
+
+def median(values: list[float]) -> dict[str, float]:
+    """Median, least and most."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def measure(model: str, settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Start a cluster and time it."""
+    started = time.perf_counter()
+    with Cluster.launch(model, **settings) as cluster:
+        launch_s = time.perf_counter() - started
+        first = cluster.generate([5, 6, 7], max_tokens=1, temperature=0.0)
+        first_token_s = time.perf_counter() - started
+        foreign = ForeignCpu()
+        prefill, decode, hits, read = [], [], [], []
+        for run in range(args.repeat):
+            prompt = [(7919 * (i + 31 * run)) % 1000 + 3 for i in range(args.prompt_tokens)]
+            done = cluster.generate(prompt, max_tokens=args.max_tokens, temperature=0.0, ignore_eos=True)
+            prefill.append(done.stats["prefill_tok_s"])
+            decode.append(done.stats["decode_tok_s"])
+            hits.append(done.stats["cache"]["hit_rate"])
+            read.append(done.stats["cache"]["bytes_read"])
+        stats = cluster.stats()
+        return {
+            "settings": settings,
+            "launch_s": launch_s,
+            "first_token_s": first_token_s,
+            "first_ttft_s": first.stats["ttft_s"],
+            "prefill_tok_s": median(prefill),
+            "decode_tok_s": median(decode),
+            "hit_rate": median(hits),
+            "bytes_read": median(read),
+            "foreign_cores": foreign.cores(),
+            "memory": stats["memory"],
+            "workers": stats["workers"],
+            "notes": list(cluster.notes),
+        }
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--ram", default="auto", help="a size, or a share of the checkpoint such as 40%%")
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--ctx", type=int, default=1024)
+    parser.add_argument("--io", default="buffered")
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--drop-cache", action="store_true")
+    args = parser.parse_args()
+    folder = Path(args.model)
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    ram: int | str = args.ram
+    if args.ram.endswith("%"):
+        ram = int(stored * float(args.ram[:-1]) / 100)
+    elif args.ram != "auto":
+        ram = parse_size(args.ram)
+    if args.drop_cache:
+        forget_pages(folder)
+    settings = {"ram": ram, "num_workers": args.workers, "num_threads": args.threads, "ctx": args.ctx, "io": args.io}
+    from colibri_mp.kernels.bandwidth import read_bandwidth
+
+    result = {"model": args.model, "stored_bytes": stored, "cold": args.drop_cache}
+    result["memory_read_gb_s"] = read_bandwidth() / 1e9
+    result.update(measure(args.model, settings, args))
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

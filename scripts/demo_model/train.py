@@ -1,0 +1,173 @@
+"""The training loop: fixed seeds, batches and schedule by step number, checkpoints that resume exactly."""
+
+import math
+import os
+import signal
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .data import KINDS, Batches, Stream
+from .model import Model, Shape
+from .optim import optimizers, schedule
+
+BALANCE_WEIGHT = 0.01
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the weights, besides the data and the version of PyTorch."""
+
+    steps: int
+    decay_steps: int
+    batch_tokens: int = 4096
+    length: int = 256
+    decay_length: int = 512
+    lr: float = 0.01
+    adam_lr: float = 0.003
+    seed: int = 0
+    threads: int = 2
+
+    def length_at(self, step: int) -> int:
+        """Windows are longer in the decay, so that the model has seen far positions."""
+        return self.length if step < self.steps - self.decay_steps else self.decay_length
+
+
+class Run:
+    """A model, its optimizers and the number of steps taken."""
+
+    def __init__(self, recipe: Recipe, shape: Shape, data: Path, out: Path) -> None:
+        torch.manual_seed(recipe.seed)
+        torch.set_num_threads(recipe.threads)
+        self.recipe, self.out, self.step = recipe, out, 0
+        self.model = Model(shape)
+        self.batches = Batches(data, recipe.seed)
+        self.held_out = HeldOut(data)
+        self.optimizers = optimizers(self.model, recipe.lr, recipe.adam_lr)
+
+    def resume(self) -> None:
+        state = torch.load(self.out / "checkpoint.pt", weights_only=True)
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step = state["step"]
+
+    def save(self) -> None:
+        """Write the checkpoint beside the old one, then take its place."""
+        states = [optimizer.state_dict() for optimizer in self.optimizers]
+        state = {"model": self.model.state_dict(), "optimizers": states, "step": self.step}
+        state |= {"shape": asdict(self.model.shape), "recipe": asdict(self.recipe)}
+        torch.save(state, self.out / "checkpoint.tmp")
+        os.replace(self.out / "checkpoint.tmp", self.out / "checkpoint.pt")
+
+    def set_rates(self) -> None:
+        factor = schedule(self.step, self.recipe.steps, self.recipe.decay_steps)
+        for optimizer, rate in zip(self.optimizers, (self.recipe.lr, self.recipe.adam_lr), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor
+
+    def train_step(self) -> tuple[float, float]:
+        """One update; returns (cross entropy in nats per token, mean load-balance loss)."""
+        length = self.recipe.length_at(self.step)
+        batch = torch.from_numpy(self.batches.batch(self.step, self.recipe.batch_tokens // length, length))
+        self.set_rates()
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = self.model(batch[:, :-1])
+        loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+        balance = torch.stack([routing.balance for routing in self.model.routings()])
+        (loss + BALANCE_WEIGHT * balance.sum()).backward()
+        torch.nn.utils.clip_grad_norm_(self.optimizers[1].param_groups[0]["params"], 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.step += 1
+        return loss.item(), balance.mean().item()
+
+
+class HeldOut:
+    """Held-out windows in order, of each kind."""
+
+    def __init__(self, data: Path) -> None:
+        self.streams = {kind: Stream.load(data / f"{kind}.held.npz") for kind in KINDS}
+
+    @torch.no_grad()
+    def bits_per_byte(self, model: Model, length: int, most: int | None = None) -> dict[str, float]:
+        """Per kind, over the first ``most`` windows (None: all). Chat markers cost bits but count no bytes."""
+        model.eval()
+        found = {}
+        for kind, stream in self.streams.items():
+            losses = [window_nats(model, windows) for windows in windows_of(stream.ids, length, most)]
+            nats = sum(total for total, _ in losses) / sum(count for _, count in losses)
+            found[kind] = nats / math.log(2) * len(stream.ids) / stream.text_bytes
+        model.train()
+        return found
+
+
+def windows_of(ids: np.ndarray, length: int, most: int | None, batch: int = 8) -> list[Tensor]:
+    """[<= batch, length + 1] each, one token shared between neighbours; a last short window comes alone."""
+    starts = list(range(0, len(ids) - 1, length))[:most]
+    windows = [torch.from_numpy(ids[at : at + length + 1].astype(np.int64)) for at in starts]
+    full = [w for w in windows if len(w) == length + 1]
+    batches = [torch.stack(full[at : at + batch]) for at in range(0, len(full), batch)]
+    return batches + [w[None] for w in windows if len(w) < length + 1]
+
+
+def window_nats(model: Model, windows: Tensor) -> tuple[float, int]:
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(windows[:, :-1])
+    loss = F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten(), reduction="sum")
+    return loss.item(), windows[:, 1:].numel()
+
+
+class Log:
+    """Lines to the screen and a file; a running mean of the loss and the speed since the last line."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("a", buffering=1)
+        self.mean = self.balance = float("nan")
+        self.started = self.last = time.monotonic()
+        self.tokens = 0
+
+    def write(self, line: str) -> None:
+        stamped = f"{time.strftime('%H:%M:%S')} {line}"
+        print(stamped, flush=True)
+        self.file.write(stamped + "\n")
+
+    def add(self, step: int, loss: float, balance: float, tokens: int, every_s: float) -> None:
+        self.mean = loss if math.isnan(self.mean) else 0.97 * self.mean + 0.03 * loss
+        self.balance, self.tokens = balance, self.tokens + tokens
+        now = time.monotonic()
+        if now - self.last > every_s:
+            speed = self.tokens / (now - self.last)
+            minutes = (now - self.started) / 60
+            self.write(f"step {step} {minutes:.1f} min {speed:.0f} tokens/s loss {self.mean:.3f} balance {self.balance:.3f}")
+            self.last, self.tokens = now, 0
+
+
+def train(run: Run, *, save_every_s: float = 240, log_every_s: float = 60) -> None:
+    """Take the steps that are left. SIGTERM ends the run early, with a checkpoint to resume from."""
+    recipe, stops = run.recipe, []
+    signal.signal(signal.SIGTERM, lambda number, frame: stops.append(number))
+    run.out.mkdir(parents=True, exist_ok=True)
+    log = Log(run.out / "train.log")
+    log.write(f"{sum(w.numel() for w in run.model.parameters())} parameters, {recipe}, from step {run.step}")
+    saved = time.monotonic()
+    while run.step < recipe.steps and not stops:
+        loss, balance = run.train_step()
+        log.add(run.step, loss, balance, recipe.batch_tokens, log_every_s)
+        if time.monotonic() - saved > save_every_s:
+            run.save()
+            saved = time.monotonic()
+        if run.step % 500 == 0:
+            log.write(f"step {run.step} held-out bits/byte {rounded(run.held_out.bits_per_byte(run.model, recipe.length, 16))}")
+    run.save()
+    log.write(f"{'stopped' if stops else 'done'} at step {run.step}")
+
+
+def rounded(values: dict[str, float]) -> dict[str, float]:
+    return {key: round(value, 3) for key, value in values.items()}

@@ -1,0 +1,65 @@
+"""What an observer sees of a pool without asking its worker: residency, for prefetch, `status` and `top`.
+
+The owner writes while observers read, without locks: what a view returns is advice, right at some moment of the call.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from colibri_mp.errors import PoolError
+from colibri_mp.shm.layout import SlotFlag, SlotState, read_layout
+from colibri_mp.shm.segment import Segment
+from colibri_mp.shm.tables import slot_table_in
+
+
+class PoolView:
+    """Read-only look at the pool in an attached segment; use `attach`, and `close` at the end."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self.layout, self.fingerprint = read_layout(segment.buffer)
+        self._slots: NDArray[np.void] | None = slot_table_in(segment.buffer, self.layout)
+        self._slots.flags.writeable = False
+
+    @classmethod
+    def attach(cls, name: str) -> "PoolView":
+        """Attach to the segment `name`; `PoolError` if there is none or no pool in it yet."""
+        segment = Segment.attach(name)
+        try:
+            return cls(segment)
+        except PoolError:
+            segment.close()
+            raise
+
+    def slots(self) -> NDArray[np.void]:
+        """A copy of the slot table [num_slots] (dtype `layout.SLOT`)."""
+        assert self._slots is not None, "the view is closed"
+        return self._slots.copy()
+
+    def resident(self, layer: int) -> NDArray[np.bool_]:
+        """Which experts of a layer can be used without a read, bool [E]."""
+        for entry, first in zip(self.layout.layers, self.layout.first_slots, strict=True):
+            if entry.layer == layer:
+                table = self.slots()[first : first + entry.num_slots]
+                experts = table["expert"][table["state"] >= SlotState.READY]
+                resident = np.zeros(entry.num_experts, dtype=np.bool_)
+                resident[experts[(experts >= 0) & (experts < entry.num_experts)]] = True
+                return resident
+        raise PoolError(f"layer {layer} is not in pool {self._segment.name!r}")
+
+    def num_resident(self) -> int:
+        """Slots that hold a complete expert."""
+        return int(np.count_nonzero(self.slots()["state"] >= SlotState.READY))
+
+    def reserved_bytes(self) -> int:
+        """Memory that the pool takes now: its tables, and the slabs whose pages have been committed."""
+        slab_bytes = np.repeat(
+            [entry.slab_bytes for entry in self.layout.layers], [entry.num_slots for entry in self.layout.layers]
+        )
+        is_reserved = self.slots()["flags"] & SlotFlag.PAGES_RESERVED != 0
+        return self.layout.slabs_offset + int(slab_bytes[is_reserved].sum())
+
+    def close(self) -> None:
+        """Unmap the segment."""
+        self._slots = None
+        self._segment.close()

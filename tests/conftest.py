@@ -1,0 +1,63 @@
+"""What all tests share: a run folder of their own, and a check that a test leaves nothing behind."""
+
+import os
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def run_folder() -> Iterator[Path]:
+    """Clusters of the tests live in a short-named folder apart from the user's."""
+    folder = Path(tempfile.mkdtemp(prefix="cmp-"))
+    os.environ["COLIBRI_RUN_DIR"] = str(folder)
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(run_folder: Path) -> Iterator[None]:
+    """Fail a test that leaves processes, threads, shared memory, run directories, sockets or pipes."""
+    before = _leftovers(run_folder)
+    yield
+    leaked = {kind: found - before[kind] for kind, found in _leftovers(run_folder).items()}
+    assert not any(leaked.values()), f"left behind: { {kind: found for kind, found in leaked.items() if found} }"
+
+
+def _leftovers(run_folder: Path) -> dict[str, set[str]]:
+    return {
+        "processes": {str(child) for child in psutil.Process().children(recursive=True) if not _is_tracker(child)},
+        "threads": {thread.name for thread in threading.enumerate() if not thread.daemon},
+        "segments": {path.name for path in Path("/dev/shm").glob("colibri-*")} if sys.platform == "linux" else set(),
+        "run directories": {path.name for path in run_folder.iterdir()},
+        "descriptors": _sockets_and_pipes(),
+    }
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    """multiprocessing's resource tracker lives as long as the test process."""
+    try:
+        return "resource_tracker" in " ".join(process.cmdline()) or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _sockets_and_pipes() -> set[str]:
+    """Open sockets and pipes of this process, by what they point at; empty where /proc does not tell."""
+    found = set()
+    for fd in Path("/proc/self/fd").glob("*"):
+        try:
+            target = str(fd.readlink())
+        except OSError:
+            continue
+        if target.startswith(("socket:", "pipe:")):
+            found.add(target)
+    return found

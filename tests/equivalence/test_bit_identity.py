@@ -1,0 +1,69 @@
+"""Logits are the same bits for any number of workers and threads, any pool, any chunking, alone or in a batch."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from colibri_mp import Cluster
+from colibri_mp.messages import Floats
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+FIXTURES = ["tiny/qwen3_moe_mixed", "tiny/olmoe", "tiny/mixtral_swa_tied", "tiny_mlx/qwen3_moe_q4"]
+NUM_EXPERTS, TOP_K = 8, 2  # of all fixtures
+REFERENCE = {"num_workers": 1, "num_threads": 1, "ctx": 128}
+VARIANTS: list[dict[str, Any]] = [
+    {"num_workers": 2, "num_threads": 2, "ctx": 128, "slots": TOP_K},
+    {"num_workers": 4, "num_threads": 1, "ctx": 240, "slots": NUM_EXPERTS // 2, "io": "direct"},
+    {"num_workers": 1, "num_threads": 2, "ctx": 128, "slots": NUM_EXPERTS, "prefill_chunk": 5, "io_threads": 1},
+]
+CHUNKS = [1, 3, 7, None]
+
+
+def num_layers(fixture: Path) -> int:
+    """Layers with experts."""
+    return {"qwen3_moe_mixed": 3, "qwen3_moe_q4": 2}.get(fixture.name, 4)
+
+
+def bits(logits: Floats) -> bytes:
+    """The logits as bytes: equality to the last bit, signs of zeros included."""
+    return logits.tobytes()
+
+
+@pytest.fixture(scope="module", params=FIXTURES)
+def model(request: pytest.FixtureRequest) -> Iterator[tuple[Path, list[list[int]], list[Floats]]]:
+    """A fixture, prompts of several lengths, and the reference logits of each alone, in one piece."""
+    fixture = GOLDEN / request.param
+    golden = np.load(fixture / "golden.npz")
+    ids, long_ids = golden["input_ids"].tolist(), golden["long_ids"].tolist()
+    prompts = [ids + golden["generated_ids"].tolist(), long_ids[:37], ids[:1], ids[::-1]]
+    with Cluster.launch(fixture, **REFERENCE) as cluster:
+        yield fixture, prompts, [cluster.logits(prompt) for prompt in prompts]
+
+
+def check(cluster: Cluster, prompts: list[list[int]], expected: list[Floats]) -> None:
+    """Hold a cluster's logits against the reference's bits, for all chunkings, alone and batched."""
+    for chunk in CHUNKS:
+        assert bits(cluster.logits(prompts[0], chunk=chunk)) == bits(expected[0]), f"chunk {chunk}"
+    for chunk in (3, None):
+        for got, wanted in zip(cluster.logits_batch(prompts, chunk=chunk), expected, strict=True):
+            assert bits(got) == bits(wanted), f"batch, chunk {chunk}"
+
+
+@pytest.mark.parametrize("variant", range(len(VARIANTS)))
+def test_same_bits(model: tuple[Path, list[list[int]], list[Floats]], variant: int) -> None:
+    """Each variant of workers, threads, pool and reading gives the reference's bits."""
+    fixture, prompts, expected = model
+    settings = VARIANTS[variant] | {"num_workers": min(VARIANTS[variant]["num_workers"], num_layers(fixture))}
+    with Cluster.launch(fixture, **settings) as cluster:
+        check(cluster, prompts, expected)
+        check(cluster, prompts, expected)  # again with the pool as the first round left it
+
+
+def test_references_differ(model: tuple[Path, list[list[int]], list[Floats]]) -> None:
+    """The comparison can fail: other prompts have other logits."""
+    _, _, expected = model
+    assert bits(expected[0][:1]) != bits(expected[1][:1])
+    assert all(np.isfinite(logits).all() for logits in expected)

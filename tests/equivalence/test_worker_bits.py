@@ -1,0 +1,176 @@
+"""A worker's result has the same bits whatever the pool, the disk and the threads do, and it is the right result."""
+
+import itertools
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+from worker_fixture import LAYERS, MAX_TOKENS, NUM_EXPERTS, TOP_K, Floats, Model, random_batch, run_step, running
+
+from colibri_mp.errors import PoolError, ProtocolError
+from colibri_mp.messages import StepCounters
+from colibri_mp.shm.layout import pool_bytes
+from colibri_mp.shm.segment import Segment
+from colibri_mp.workers import core
+
+BATCHES = [random_batch(seed, num_tokens) for seed, num_tokens in enumerate((1, 1, 7, 32, 1, 2, 1))]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """Experts on disk, shared by the tests of this file (nobody changes them)."""
+    return Model(tmp_path_factory.mktemp("experts"))
+
+
+@pytest.fixture(scope="module")
+def expected(model: Model) -> list[bytes]:
+    """The bits of all batches with everything resident."""
+    return run_all(model, NUM_EXPERTS)
+
+
+def run_all(model: Model, num_slots: int, **changes: Any) -> list[bytes]:
+    """Results of all batches through both layers, one worker."""
+    with running(model.config(num_slots, **changes)) as worker:
+        return [run_step(worker, layer, batch)[0].tobytes() for batch in BATCHES for layer in LAYERS]
+
+
+@pytest.mark.parametrize("num_slots", [TOP_K, NUM_EXPERTS // 2, NUM_EXPERTS])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_pool_size_and_threads_change_no_bit(
+    model: Model, expected: list[bytes], num_slots: int, num_threads: int
+) -> None:
+    """The smallest legal pool (rounds in prefill), half, and all; one and two compute threads."""
+    assert run_all(model, num_slots, num_threads=num_threads) == expected
+
+
+@pytest.mark.parametrize(("io_mode", "io_threads"), [("buffered", 1), ("direct", 1), ("direct", 8)])
+def test_reading_changes_no_bit(model: Model, expected: list[bytes], io_mode: str, io_threads: int) -> None:
+    """One or eight reads in flight, buffered or direct."""
+    assert run_all(model, 4, io_mode=io_mode, io_threads=io_threads) == expected
+
+
+def test_order_of_arrival_changes_no_bit(model: Model, expected: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each second read is held back until the one after it is done, so that misses land out of order and one by one."""
+    counter, previous = itertools.count(), threading.Event()
+    pack = core.pack
+
+    def reordered(*args: Any) -> None:
+        if next(counter) % 2:
+            previous.set()
+        else:
+            previous.wait(0.002)
+            previous.clear()
+        pack(*args)
+
+    monkeypatch.setattr(core, "pack", reordered)
+    assert run_all(model, 5) == expected
+
+
+def test_batching_changes_no_bit(model: Model) -> None:
+    """Tokens one at a time, or all at once, or with others in the batch."""
+    x, ids, weights = random_batch(11, MAX_TOKENS)
+    for layer in LAYERS:
+        with running(model.config(5)) as worker:
+            whole, _ = run_step(worker, layer, (x, ids, weights))
+            singles = [run_step(worker, layer, (x[t : t + 1], ids[t : t + 1], weights[t : t + 1]))[0] for t in range(8)]
+            part, _ = run_step(worker, layer, (x[3:10], ids[3:10], weights[3:10]))
+        assert whole[:8].tobytes() == np.concatenate(singles).tobytes()
+        assert whole[3:10].tobytes() == part.tobytes()
+
+
+@pytest.mark.parametrize("num_slots", [TOP_K, NUM_EXPERTS])
+def test_result_is_the_reference(model: Model, num_slots: int) -> None:
+    """Against plain numpy in float64, ids that are not routed (-1) included."""
+    with running(model.config(num_slots)) as worker:
+        for layer, skip in itertools.product(LAYERS, (0.0, 0.4, 1.0)):
+            batch = random_batch(21, 9, skip)
+            result, _ = run_step(worker, layer, batch)
+            reference: Floats = model.reference(layer, *batch)
+            np.testing.assert_allclose(result, reference, rtol=0, atol=2e-5 * max(1.0, float(np.abs(reference).max())))
+
+
+def test_counters_are_those_of_a_plain_lru(model: Model) -> None:
+    """Hits, misses and evictions of single tokens equal a simulation with an ordered dict; reads are counted in bytes."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    total = StepCounters()
+    with running(model.config(5)) as worker:
+        for seed in range(40):
+            batch = random_batch(seed, 1)
+            union = sorted(set(batch[1].ravel().tolist()))
+            hits = sum(expert in cache for expert in union)
+            room = 5 - len(cache)
+            for expert in union:
+                cache.pop(expert, None)
+            while len(cache) + len(union) > 5:
+                cache.popitem(last=False)
+            cache.update(dict.fromkeys(union))
+            _, counters = run_step(worker, 1, batch)
+            assert (counters.hits, counters.misses) == (hits, TOP_K - hits)
+            assert counters.evictions == max(0, TOP_K - hits - room)
+            assert counters.bytes_read >= counters.misses * model.experts[1].expert_layer().stored_bytes
+            assert (counters.disk_s > 0) == (counters.misses > 0)
+            assert counters.compute_s > 0
+            total = core.add_counters(total, counters)
+        assert worker.totals == {1: total, 4: StepCounters()}
+
+
+def test_resident_step_reads_nothing(model: Model) -> None:
+    """The second time everything is a hit and the disk is not touched."""
+    batch = random_batch(5, 4)
+    with running(model.config(NUM_EXPERTS)) as worker:
+        first, cold = run_step(worker, 4, batch)
+        second, warm = run_step(worker, 4, batch)
+    assert (cold.hits, warm.misses, warm.bytes_read, warm.disk_s, warm.wait_s) == (0, 0, 0, 0.0, 0.0)
+    assert warm.hits == cold.misses == len(np.unique(batch[1]))
+    assert first.tobytes() == second.tobytes()
+
+
+def test_new_worker_finds_a_warm_pool(model: Model) -> None:
+    """A worker that is closed and opened again on its segment has no misses and gives the same bits."""
+    config = model.config(NUM_EXPERTS)
+    batch = random_batch(6, 3)
+    with Segment.create(config.segment_name, pool_bytes(config.slots)):
+        first = core.Worker(config)
+        expected, cold = run_step(first, 1, batch)
+        first.close()
+        again = core.Worker(config)
+        result, warm = run_step(again, 1, batch)
+        again.close()
+    assert (warm.misses, warm.hits) == (0, cold.misses)
+    assert result.tobytes() == expected.tobytes()
+    assert f"experts found in the pool: {cold.misses}" in again.notes
+
+
+def test_pool_below_one_token_is_refused(model: Model) -> None:
+    """A pool that cannot hold one token's experts is refused at start with the number."""
+    with pytest.raises(
+        PoolError, match=r"layer 1 needs 3 slots of \d+ bytes for one token, the pool has 2; raise --ram"
+    ):
+        core.Worker(model.config(TOP_K - 1))
+
+
+def test_arrays_that_do_not_fit_are_refused(model: Model) -> None:
+    """Unknown layer, wrong width, too many tokens, too large an id: a ProtocolError, and the worker goes on."""
+    x, ids, weights = random_batch(0, 2)
+    many = random_batch(0, MAX_TOKENS + 1)
+    with running(model.config(NUM_EXPERTS)) as worker:
+        for layer, batch, message in (
+            (2, (x, ids, weights), "layer 2 is not owned"),
+            (1, (x[:, :-1].copy(), ids, weights), "do not fit hidden 128"),
+            (1, (x, ids[:1], weights), "do not fit"),
+            (1, many, "made for 32 tokens"),
+            (1, (x, np.full_like(ids, NUM_EXPERTS), weights), "expert 12 of 12"),
+        ):
+            with pytest.raises(ProtocolError, match=message):
+                run_step(worker, layer, batch)
+        run_step(worker, 1, (x, ids, weights))
+
+
+def test_no_tokens_are_no_work(model: Model) -> None:
+    """An empty batch, and one whose ids are all -1, read nothing; the latter gives zeros."""
+    with running(model.config(TOP_K)) as worker:
+        out, counters = run_step(worker, 1, random_batch(0, 3, skip=1.0))
+        assert not out.any()
+        assert (counters.hits, counters.misses) == (0, 0)

@@ -1,0 +1,229 @@
+"""The engine over a stand-in model: what requests get, whatever else is in the batch."""
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+
+from colibri_mp.engine import Engine
+from colibri_mp.errors import ReadError, WorkerDied
+from colibri_mp.kvcache import BlockAllocator
+from colibri_mp.messages import Failed, Finished, Floats, Generate, Message, Piece, Sampling, Score, Scores
+from colibri_mp.scheduler import Rows, Scheduler
+
+VOCAB = 50
+EOS = 49
+
+
+class Counting:
+    """A model whose next token is the last one plus 1; it remembers the rows of each step."""
+
+    max_context = 40
+    vocab_size = VOCAB
+    max_logit_rows = 6
+
+    def __init__(self) -> None:
+        self.steps: list[list[int]] = []
+        self.error: Exception | None = None
+
+    def forward(self, rows: list[Rows]) -> Floats:
+        if self.error is not None:
+            raise self.error
+        self.steps.append([part.count for part in rows])
+        picked = [t for part in rows for t in part.token_ids[len(part.token_ids) - part.num_logits :]]
+        logits = np.zeros((len(picked), VOCAB), np.float32)
+        logits[np.arange(len(picked)), [(t + 1) % VOCAB for t in picked]] = 1.0
+        return logits
+
+    def cache_counters(self) -> dict[str, float]:
+        return {"hits": 3.0 * len(self.steps), "misses": 1.0 * len(self.steps)}
+
+
+class Bench:
+    """An engine, its model and what it has emitted for each client."""
+
+    def __init__(self, num_blocks: int = 40, max_rows: int = 8) -> None:
+        self.model = Counting()
+        self.sent: defaultdict[bytes, list[Message]] = defaultdict(list)
+        scheduler = Scheduler(BlockAllocator(num_blocks, 4), max_rows)
+        self.engine = Engine(
+            self.model, scheduler, None, {}, frozenset({EOS}), lambda client, m: self.sent[client].append(m)
+        )
+
+    def run(self) -> None:
+        for _ in range(200):
+            if self.engine.is_idle:
+                break
+            self.engine.step()
+        assert self.engine.is_idle
+        self.engine.scheduler.check_integrity()
+        assert self.engine.scheduler.allocator.num_free == self.engine.scheduler.allocator.num_blocks
+
+    def tokens(self, client: bytes = b"a") -> list[int]:
+        return [t for m in self.sent[client] if isinstance(m, Piece) for t in m.token_ids]
+
+    def last(self, client: bytes = b"a") -> Message:
+        return self.sent[client][-1]
+
+
+def ask(prompt: list[int], max_tokens: int | None = 5, request_id: int = 1, **more: Any) -> Generate:
+    """A greedy request."""
+    return Generate(request_id, prompt, max_tokens, Sampling(temperature=0.0), **more)
+
+
+def finish_reason(message: Message) -> str:
+    """Why a request ended."""
+    assert isinstance(message, Finished)
+    return message.finish_reason
+
+
+def test_generates_until_max_tokens() -> None:
+    """Tokens come one by one and the end says `length`."""
+    bench = Bench()
+    bench.engine.submit(b"a", ask([3, 4]))
+    bench.run()
+    assert bench.tokens() == [5, 6, 7, 8, 9]
+    assert finish_reason(bench.last()) == "length"
+
+
+def test_stops_at_end_of_text_and_leaves_it_out() -> None:
+    """The end-of-text token ends the answer and is no part of it; `ignore_eos` goes on."""
+    bench = Bench()
+    bench.engine.submit(b"a", ask([46]))
+    bench.engine.submit(b"b", ask([46], ignore_eos=True))
+    bench.run()
+    assert bench.tokens(b"a") == [47, 48]
+    assert finish_reason(bench.last(b"a")) == "stop"
+    assert bench.tokens(b"b") == [47, 48, 49, 0, 1]
+
+
+def test_statistics_cover_the_request() -> None:
+    """Counts, and the cache's counters over the time of the request."""
+    bench = Bench()
+    bench.engine.submit(b"a", ask([1, 2, 3], max_tokens=2))
+    bench.run()
+    end = bench.last()
+    assert isinstance(end, Finished)
+    assert (end.stats["prompt_tokens"], end.stats["completion_tokens"]) == (3, 2)
+    assert end.stats["cache"] == {"hits": 6.0, "misses": 2.0, "hit_rate": 0.75}
+    assert end.stats["ttft_s"] > 0
+
+
+def test_sessions_do_not_mix() -> None:
+    """Several requests of two clients share steps, and each gets its own tokens."""
+    bench = Bench()
+    for client, start in ((b"a", 1), (b"b", 11), (b"c", 21)):
+        bench.engine.submit(client, ask([start]))
+    bench.run()
+    assert [bench.tokens(client)[0] for client in (b"a", b"b", b"c")] == [2, 12, 22]
+    assert max(map(len, bench.model.steps)) == 3
+
+
+def test_max_tokens_is_clamped_to_the_context() -> None:
+    """Without a limit, or with one beyond the context, an answer ends where the context does."""
+    bench = Bench()
+    bench.engine.submit(b"a", ask([0] * 37, max_tokens=1000))
+    bench.engine.submit(b"b", ask([0] * 37, max_tokens=None))
+    bench.run()
+    assert len(bench.tokens(b"a")) == len(bench.tokens(b"b")) == 3
+
+
+@pytest.mark.parametrize(
+    ("request_", "what"),
+    [
+        (ask([]), "empty"),
+        (ask([VOCAB]), "outside the vocabulary 0..49"),
+        (ask([1] * 41), "41 tokens, the context holds 40"),
+        (ask([1] * 40), "no room"),
+        (ask([1], max_tokens=0), "max_tokens"),
+        (ask([1], stop=("x",)), "tokenizer"),
+        (Generate(1, "text", 5, Sampling()), "--prompt-ids"),
+        (Generate(1, [1], 5, Sampling(top_p=2.0)), "top_p"),
+        (Score(1, []), "no prompt"),
+        (Score(1, [[1], []]), "empty"),
+        (Score(1, [[1]], chunk=0), "chunk"),
+    ],
+)
+def test_bad_requests_are_answered_and_forgotten(request_: Generate | Score, what: str) -> None:
+    """A bad request gets one `Failed` of kind request; nothing of it stays."""
+    bench = Bench()
+    bench.engine.submit(b"a", request_)
+    assert bench.engine.is_idle
+    answer = bench.last()
+    assert isinstance(answer, Failed)
+    assert answer.kind == "request"
+    assert what in answer.message
+
+
+def test_request_id_in_use_is_refused() -> None:
+    """A second request of the same id is refused; the first goes on."""
+    bench = Bench()
+    bench.engine.submit(b"a", ask([1]))
+    bench.engine.submit(b"a", ask([2]))
+    refusal = bench.last()
+    assert isinstance(refusal, Failed)
+    bench.run()
+    assert bench.tokens() == [2, 3, 4, 5, 6]
+
+
+def test_scores_are_complete_and_in_order() -> None:
+    """Each prompt's logits come once, a row a position, in chunks that respect the limits."""
+    bench = Bench()
+    prompts = [[7, 8, 9, 10, 11], [30]]
+    bench.engine.submit(b"a", Score(1, prompts, chunk=2))
+    bench.run()
+    found = {m.prompt_idx: m.logits for m in bench.sent[b"a"] if isinstance(m, Scores)}
+    for idx, prompt in enumerate(prompts):
+        np.testing.assert_array_equal(np.argmax(found[idx], axis=1), np.array(prompt) + 1)
+    assert max(count for step in bench.model.steps for count in step) == 2
+
+
+def test_cancel_frees_everything() -> None:
+    """A cancelled request ends with `cancelled`, its blocks come back, the others go on."""
+    bench = Bench()
+    bench.engine.submit(b"a", ask([1], max_tokens=30))
+    bench.engine.submit(b"b", ask([1]))
+    bench.engine.step()
+    bench.engine.cancel(b"a", 1)
+    bench.engine.cancel(b"a", 1)
+    assert finish_reason(bench.last(b"a")) == "cancelled"
+    bench.run()
+    assert len(bench.tokens(b"b")) == 5
+
+
+def test_a_client_that_has_gone_is_dropped() -> None:
+    """Nothing of it is computed any more."""
+    bench = Bench()
+    bench.engine.submit(b"a", ask([1], max_tokens=30))
+    bench.engine.step()
+    bench.engine.forget_client(b"a")
+    assert bench.engine.is_idle
+
+
+def test_a_failed_step_fails_its_requests_only() -> None:
+    """An error of a step is the answer to the requests in it; a waiting one is served afterwards."""
+    bench = Bench(num_blocks=3)
+    bench.engine.submit(b"a", ask([1], max_tokens=8))
+    bench.engine.submit(b"b", ask([20], max_tokens=8))
+    bench.model.error = ReadError("disk on fire")
+    bench.engine.step()
+    answer = bench.last(b"a")
+    assert isinstance(answer, Failed)
+    assert (answer.kind, answer.message) == ("read", "disk on fire")
+    bench.model.error = None
+    bench.run()
+    assert bench.tokens(b"b")[0] == 21
+
+
+def test_a_dead_worker_ends_the_engine() -> None:
+    """A worker's death is raised out of the step, for the service to end the cluster with."""
+    bench = Bench()
+    bench.engine.submit(b"a", ask([1]))
+    bench.model.error = WorkerDied("worker 0")
+    with pytest.raises(WorkerDied):
+        bench.engine.step()
+    bench.engine.fail_all(WorkerDied("worker 0"))
+    answer = bench.last()
+    assert isinstance(answer, Failed)
+    assert answer.kind == "worker_died"
