@@ -31,6 +31,9 @@ _SAMPLING: tuple[tuple[str, str, type, str], ...] = (
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors name the nearest known flag or verb."""
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
+
     def error(self, message: str) -> NoReturn:
         """Print one line with a hint and exit with 2."""
         sys.stderr.write(f"{self.prog}: {message}{self._hint(message)}\n")
@@ -38,13 +41,14 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(ConfigError.exit_code)
 
     def _hint(self, message: str) -> str:
+        """The nearest known flag, or verb, to a word of the message that is none."""
         known = [option for action in self._actions for option in action.option_strings]
         for action in self._actions:
-            known += list(action.choices or ()) if isinstance(action, argparse._SubParsersAction) else []
-        words = [word.strip("',:()").split("=")[0] for word in message.split()]
-        for word in words:
-            nearest = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
-            if word not in known and nearest and (word.startswith("-") or "choice" in message):
+            known += [str(choice) for choice in action.choices or ()]
+        for quoted in message.partition(" (choose")[0].split():
+            word = quoted.partition("=")[0].strip("',:()")
+            nearest = difflib.get_close_matches(word, known, n=1)
+            if nearest and word not in known and (word.startswith("-") or "choice" in message):
                 return f"; did you mean {nearest[0]}?"
         return ""
 
@@ -56,8 +60,9 @@ def entry_point() -> NoReturn:
 
 def main(arguments: Sequence[str]) -> int:
     """Run a verb and return the exit code; errors are one line on stderr."""
-    parser = _parser()
-    args = parser.parse_args(arguments)
+    args, unknown = _parser().parse_known_args(arguments)
+    if unknown:
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     verb: Callable[[argparse.Namespace], int] = args.verb
     try:
         return verb(args)
@@ -210,7 +215,7 @@ def _verb(
 ) -> argparse.ArgumentParser:  # fmt: skip
     summary = (function.__doc__ or "").strip()
     parser: argparse.ArgumentParser = verbs.add_parser(name, help=summary, description=summary)
-    parser.set_defaults(verb=function)
+    parser.set_defaults(verb=function, parser=parser)
     if cluster:
         _add_cluster_flags(parser)
     if sampling:

@@ -10,6 +10,7 @@ A `Cluster` belongs to one thread. Every wait watches the coordinator: its death
 
 import itertools
 import subprocess
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -156,6 +157,18 @@ class Cluster:
         """End the cluster, also an attached one, and close."""
         self._ask_status(Shutdown(next(self._request_ids)))
         self.close()
+
+    def wait_until_gone(self, timeout_s: float = _STOP_TIMEOUT_S) -> None:
+        """Wait until a stopped cluster has ended and cleaned up.
+
+        Raises:
+            CoordinatorDied: it is still there after `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
+        while rundir.find(self.name) is not None:
+            if time.monotonic() > deadline:
+                raise CoordinatorDied(f"cluster {self.name!r} has not ended within {timeout_s:.0f} s; see its processes")
+            time.sleep(0.02)
 
     def close(self) -> None:
         """Close the connection; a cluster that was launched here ends. Idempotent."""

@@ -66,7 +66,7 @@ class LaunchConfig:
     ctx: int = _setting(
         0, "tokens of context that KV memory is reserved for (0: chosen, and said)", least=0, metavar="TOKENS"
     )
-    prefill_chunk: int = _setting(512, "most prompt tokens in one step", least=1, metavar="TOKENS")
+    prefill_chunk: int = _setting(0, "most rows of a step (0: chosen, and said)", least=0, metavar="TOKENS")
     slots: int = _setting(0, "experts cached per layer, at most (0: what --ram allows)", least=0, metavar="N")
     io: IoMode = _setting(
         "buffered", "how experts are read: through the system's page cache, or past it", choices=("buffered", "direct")

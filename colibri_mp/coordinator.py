@@ -21,7 +21,6 @@ import msgspec
 import numpy as np
 import psutil
 
-from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.checkpoint.hub import resolve
 from colibri_mp.checkpoint.source import Checkpoint
 from colibri_mp.config import LaunchConfig
@@ -39,7 +38,7 @@ from colibri_mp.messages import Floats, StepCounters
 from colibri_mp.models import load_model
 from colibri_mp.models.structure import DenseSpec, ModelSpec, MoeSpec
 from colibri_mp.planner import Plan, make_plan, max_logit_rows
-from colibri_mp.resident import ResidentLayer, load_resident
+from colibri_mp.resident import ResidentLayer, ResidentWeights, load_resident
 from colibri_mp.rundir import ClusterInfo, RunDir
 from colibri_mp.scheduler import Rows
 from colibri_mp.shm.layout import LayerSlots, pool_bytes
@@ -66,14 +65,15 @@ class Coordinator:
         self.plan = plan
         self.supervisor = supervisor
         self.notes: tuple[str, ...] = plan.notes
+        self.weights: ResidentWeights
         self.max_context = plan.ctx_tokens
         self.vocab_size = model.vocab_size
-        self.max_logit_rows = max_logit_rows(model.vocab_size, config.prefill_chunk)
+        self.max_logit_rows = max_logit_rows(model.vocab_size, plan.prefill_chunk)
         self._should_stop = should_stop
         self._step = 0
         self._totals: defaultdict[int, Counter[str]] = defaultdict(Counter)  # by worker id
         attention = model.layers[0].attention
-        max_rows = config.prefill_chunk
+        max_rows = plan.prefill_chunk
         self.kv = KVCache(
             len(model.layers), num_blocks_for(plan.ctx_tokens), attention.num_kv_heads, attention.head_dim
         )
@@ -96,59 +96,20 @@ class Coordinator:
         checkpoint = Checkpoint.open(resolve(config.model, progress))
         model = load_model(checkpoint)
         plan = make_plan(model, config, available_memory())
+        workers = worker_configs(checkpoint, model, plan, config)
+        run_dir.describe(ClusterInfo(os.getpid(), str(checkpoint.path), tuple(w.segment_name for w in workers)))
+        for worker in workers:
+            stack.enter_context(Segment.create(worker.segment_name, pool_bytes(worker.slots)))
         supervisor = Supervisor(run_dir, config.step_timeout, config.log_level)
         stack.callback(supervisor.close)
         team = stack.enter_context(ThreadTeam(plan.num_threads))
         coordinator = cls(checkpoint, model, plan, config, supervisor, team, should_stop)
-        coordinator._compile_kernels(config, progress)
-        coordinator._start_workers(config, run_dir)
+        supervisor.start(workers)
         progress(f"loading {checkpoint.path.name}")
-        coordinator._load_weights()
+        coordinator.weights = load_resident(checkpoint, model)
         supervisor.wait_ready(_READY_TIMEOUT_S)
         coordinator.notes += tuple(note for worker in supervisor.workers for note in worker.notes)
         return coordinator
-
-    def _compile_kernels(self, config: LaunchConfig, progress: Callable[[str], None]) -> None:
-        """Compile, once for this machine, what neither this process nor the workers find in the cache."""
-
-    def _start_workers(self, config: LaunchConfig, run_dir: RunDir) -> None:
-        by_layer = {experts.layer: experts for experts in self.model.expert_layers}
-        configs, segments = [], []
-        run_id = f"{os.getpid():x}"
-        names = tuple(segment_name(run_id, worker_id) for worker_id in range(len(self.plan.workers)))
-        run_dir.describe(ClusterInfo(os.getpid(), str(self.checkpoint.path), names))
-        for worker_id, (name, share) in enumerate(zip(names, self.plan.workers, strict=True)):
-            experts = tuple(by_layer[layer] for layer in share.layers)
-            slots = tuple(
-                LayerSlots(layer.layer, layer.num_experts, num_slots, layer.shape.slab_bytes)
-                for layer, num_slots in zip(experts, share.num_slots, strict=True)
-            )
-            segments.append(Segment.create(name, pool_bytes(slots)))
-            configs.append(self._worker_config(config, worker_id, name, experts, slots))
-        self.supervisor.start(configs, segments)
-
-    def _worker_config(
-        self, config: LaunchConfig, worker_id: int, segment: str, experts: tuple[ExpertLayer, ...],
-        slots: tuple[LayerSlots, ...],
-    ) -> WorkerConfig:  # fmt: skip
-        router = next(layer.mlp.router for layer in self.model.layers if isinstance(layer.mlp, MoeSpec))
-        return WorkerConfig(
-            worker_id=worker_id,
-            segment_name=segment,
-            expert_layers=experts,
-            slots=slots,
-            files=self.checkpoint.files,
-            fingerprint=self.checkpoint.fingerprint,
-            top_k=router.top_k,
-            max_tokens=config.prefill_chunk,
-            num_threads=self.plan.num_threads,
-            io_mode=config.io,
-            io_threads=config.io_threads,
-            planes=config.planes,
-        )
-
-    def _load_weights(self) -> None:
-        self.weights = load_resident(self.checkpoint, self.model)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -228,7 +189,7 @@ class Coordinator:
                 "pid": worker.process.pid,
                 "layers": worker.config.describe_layers(),
                 "num_slots": sum(layer.num_slots for layer in worker.config.slots),
-                "pool_bytes": worker.segment.nbytes,
+                "pool_bytes": pool_bytes(worker.config.slots),
                 **{name: self._totals[worker.config.worker_id][name] for name in StepCounters.__struct_fields__},
             }
             for worker in self.supervisor.workers
@@ -242,6 +203,36 @@ class Coordinator:
 
     def _count(self, layer: int, counters: StepCounters) -> None:
         self._totals[self.supervisor.owner_of(layer)].update(msgspec.structs.asdict(counters))
+
+
+def worker_configs(checkpoint: Checkpoint, model: ModelSpec, plan: Plan, config: LaunchConfig) -> list[WorkerConfig]:
+    """What each worker is told."""
+    by_layer = {experts.layer: experts for experts in model.expert_layers}
+    router = next(layer.mlp.router for layer in model.layers if isinstance(layer.mlp, MoeSpec))
+    configs = []
+    for worker_id, share in enumerate(plan.workers):
+        experts = tuple(by_layer[layer] for layer in share.layers)
+        slots = tuple(
+            LayerSlots(layer.layer, layer.num_experts, num_slots, layer.shape.slab_bytes)
+            for layer, num_slots in zip(experts, share.num_slots, strict=True)
+        )
+        configs.append(
+            WorkerConfig(
+                worker_id=worker_id,
+                segment_name=segment_name(f"{os.getpid():x}", worker_id),
+                expert_layers=experts,
+                slots=slots,
+                files=checkpoint.files,
+                fingerprint=checkpoint.fingerprint,
+                top_k=router.top_k,
+                max_tokens=plan.prefill_chunk,
+                num_threads=plan.num_threads,
+                io_mode=config.io,
+                io_threads=config.io_threads,
+                planes=config.planes,
+            )
+        )
+    return configs
 
 
 def make_batch(rows: list[Rows]) -> Batch:

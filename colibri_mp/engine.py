@@ -152,8 +152,8 @@ class Engine:
         except ColibriError as error:
             if error.kind == "worker_died":
                 raise
-            for job in {id(j): j for j in (self._owners[id(part.sequence)] for part in rows)}.values():
-                self._fail(job, error)
+            for failed in {id(j): j for j in (self._owners[id(part.sequence)] for part in rows)}.values():
+                self._fail(failed, error)
             return
         self.scheduler.advance(rows)
         self.num_steps += 1

@@ -43,8 +43,11 @@ ALLOWANCE = 0.02  # of the budget: allocator slack, page tables, message queues
 SYSTEM_SHARE = 0.15  # of the available memory that "auto" leaves to the system and its page cache
 LOGITS_BYTES = 16_000_000  # logits of one step are kept below this (see `max_logit_rows`)
 _AUTO_CTX_TOKENS = 4096
-_AUTO_CTX_SHARE = 0.125  # of the budget: what "auto" spends on KV at most
 _LEAST_AUTO_CTX_TOKENS = 512
+_AUTO_CTX_SHARE = 0.125  # of the budget: what "auto" spends on KV at most,
+_AUTO_CHUNK_SHARE = 0.06  # on the scratch of a step,
+_AUTO_WORKER_SHARE = 0.04  # on a second worker
+_AUTO_CHUNKS = (512, 256, 128, 64)
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Plan:
     workers: tuple[WorkerShare, ...]
     ctx_tokens: int
     num_threads: int
+    prefill_chunk: int
     expert_bytes: int
     resident_share: float
     notes: tuple[str, ...]
@@ -101,11 +105,13 @@ def make_plan(model: ModelSpec, config: LaunchConfig, available: Available) -> P
         MemoryPlanError: the budget is too small or more than the system has; names the terms and the needed size.
     """
     budget_bytes, budget_note = _budget(config, available)
-    num_workers, workers_note = _num_workers(model, config)
-    ctx_tokens, ctx_note = _context(model, config, budget_bytes)
     num_threads, threads_note = _threads(config)
+    ctx_tokens, ctx_note = _context(model, config, budget_bytes)
+    chunk, chunk_note = _prefill_chunk(model, config, ctx_tokens, num_threads, budget_bytes)
+    num_workers, workers_note = _num_workers(model, config, chunk, num_threads, budget_bytes)
     groups = split_layers(model.expert_layers, num_workers)
-    fixed = _fixed_terms(model, config, groups, ctx_tokens, num_threads, budget_bytes)
+    sizes = _Sizes(model, config, ctx_tokens, chunk, num_threads)
+    fixed = sizes.fixed_terms(groups, budget_bytes)
     demands = [[_demand(layer, model, config) for layer in group] for group in groups]
     pool_terms, shares = _pools(demands, groups, fixed, budget_bytes)
     slots = sum(sum(share.num_slots) for share in shares)
@@ -116,9 +122,10 @@ def make_plan(model: ModelSpec, config: LaunchConfig, available: Available) -> P
         workers=shares,
         ctx_tokens=ctx_tokens,
         num_threads=num_threads,
+        prefill_chunk=chunk,
         expert_bytes=max(layer.shape.slab_bytes for layer in model.expert_layers),
         resident_share=slots / num_experts,
-        notes=tuple(note for note in (budget_note, workers_note, ctx_note, threads_note) if note),
+        notes=tuple(note for note in (budget_note, workers_note, ctx_note, chunk_note, threads_note) if note),
     )
 
 
@@ -157,17 +164,33 @@ def _budget(config: LaunchConfig, available: Available) -> tuple[int, str]:
     return budget, ""
 
 
-def _num_workers(model: ModelSpec, config: LaunchConfig) -> tuple[int, str]:
+def _num_workers(
+    model: ModelSpec, config: LaunchConfig, chunk: int, num_threads: int, budget_bytes: int
+) -> tuple[int, str]:
     num_layers = len(model.expert_layers)
     if config.num_workers > num_layers:
         raise ConfigError(f"--workers {config.num_workers} is more than the model's {num_layers} layers with experts")
     if config.num_workers:
         return config.num_workers, ""
-    chosen = min(2, num_layers)
-    return (
-        chosen,
-        f"workers {chosen}: each owns {num_layers // chosen} of {num_layers} layers; more would cost memory for no speed",
-    )
+    sizes = _Sizes(model, config, 0, chunk, num_threads)
+    cost = sum(term.nbytes for term in sizes.worker_terms(0, model.expert_layers))
+    if num_layers < 2 or cost > budget_bytes * _AUTO_WORKER_SHARE:
+        return 1, f"workers 1: a second one would take {format_size(cost)} from the expert pools"
+    return 2, f"workers 2: each owns half of {num_layers} layers and takes {format_size(cost)} beside its pool"
+
+
+def _prefill_chunk(
+    model: ModelSpec, config: LaunchConfig, ctx_tokens: int, num_threads: int, budget_bytes: int
+) -> tuple[int, str]:
+    if config.prefill_chunk:
+        return config.prefill_chunk, ""
+    for chunk in _AUTO_CHUNKS:
+        sizes = _Sizes(model, config, ctx_tokens, chunk, num_threads)
+        cost = sizes.coordinator_scratch() + sizes.worker_scratch(model.expert_layers)
+        if cost <= budget_bytes * _AUTO_CHUNK_SHARE:
+            break
+    chunk = min(chunk, ctx_tokens)
+    return chunk, f"prefill chunk {chunk} tokens: a step's scratch takes {format_size(cost)} in coordinator and worker"
 
 
 def _context(model: ModelSpec, config: LaunchConfig, budget_bytes: int) -> tuple[int, str]:
@@ -205,64 +228,74 @@ def resident_bytes(model: ModelSpec) -> int:
     return sum(packed_bytes(matrix.encoding.format, matrix.rows, matrix.cols) for matrix in model.resident_matrices())
 
 
-def _fixed_terms(
-    model: ModelSpec, config: LaunchConfig, groups: Sequence[Sequence[ExpertLayer]],
-    ctx_tokens: int, num_threads: int, budget_bytes: int,
-) -> list[Term]:  # fmt: skip
-    terms = [
-        Term("client", "interpreter and libraries", CLIENT_BYTES),
-        Term("coordinator", "interpreter and libraries", COORDINATOR_BYTES + TRACKER_BYTES),
-        Term("coordinator", "resident weights", resident_bytes(model)),
-        Term("coordinator", f"KV cache, {ctx_tokens} tokens", kv_bytes(model, ctx_tokens)),
-        Term(
-            "coordinator",
-            f"scratch, {config.prefill_chunk} rows a step",
-            _coordinator_scratch(model, config, ctx_tokens, num_threads),
-        ),
-    ]
-    for worker_id, group in enumerate(groups):
-        name = f"worker {worker_id}"
-        terms.append(Term(name, "interpreter and libraries", WORKER_BYTES))
-        terms.append(Term(name, f"scratch, {config.prefill_chunk} rows a step", _worker_scratch(model, config, group, num_threads)))
-        terms.append(
-            Term(name, f"read buffers, {config.io_threads} in flight", read_scratch_bytes(group, config.io_threads))
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of everything but the pools, for one choice of context, rows a step and threads."""
+
+    model: ModelSpec
+    config: LaunchConfig
+    ctx_tokens: int
+    chunk: int
+    num_threads: int
+
+    def fixed_terms(self, groups: Sequence[Sequence[ExpertLayer]], budget_bytes: int) -> list[Term]:
+        """All terms but the pools."""
+        return [
+            Term("client", "interpreter and libraries", CLIENT_BYTES),
+            Term("coordinator", "interpreter and libraries", COORDINATOR_BYTES + TRACKER_BYTES),
+            Term("coordinator", "resident weights", resident_bytes(self.model)),
+            Term("coordinator", f"KV cache, {self.ctx_tokens} tokens", kv_bytes(self.model, self.ctx_tokens)),
+            Term("coordinator", f"scratch, {self.chunk} rows a step", self.coordinator_scratch()),
+            *(term for worker_id, group in enumerate(groups) for term in self.worker_terms(worker_id, group)),
+            Term("all", f"allowance, {ALLOWANCE:.0%} of the budget", int(budget_bytes * ALLOWANCE)),
+        ]
+
+    def worker_terms(self, worker_id: int, group: Sequence[ExpertLayer]) -> list[Term]:
+        """A worker's terms but its pool."""
+        name, in_flight = f"worker {worker_id}", self.config.io_threads
+        return [
+            Term(name, "interpreter and libraries", WORKER_BYTES),
+            Term(name, f"scratch, {self.chunk} rows a step", self.worker_scratch(group)),
+            Term(name, f"read buffers, {in_flight} in flight", read_scratch_bytes(group, in_flight)),
+        ]
+
+    def coordinator_scratch(self) -> int:
+        """The stages' buffers, logits, rotary tables, messages."""
+        model, rows, planes = self.model, self.chunk, self.config.planes
+        router = next(layer.mlp.router for layer in model.layers if isinstance(layer.mlp, MoeSpec))
+        dense = next((layer.mlp for layer in model.layers if isinstance(layer.mlp, DenseSpec)), None)
+        logit_rows = max_logit_rows(model.vocab_size, rows)
+        attention = AttentionStage.scratch_bytes(
+            model.layers[0].attention, rows, self.ctx_tokens, self.num_threads, num_forms=_num_forms(model)
         )
-    terms.append(Term("all", f"allowance, {ALLOWANCE:.0%} of the budget", int(budget_bytes * ALLOWANCE)))
-    return terms
+        return (
+            attention
+            + RouterStage.scratch_bytes(router, model.hidden, rows)
+            + HeadStage.scratch_bytes(model.hidden, model.vocab_size, logit_rows)
+            + logit_rows * model.vocab_size * 4  # the copy on its way to the client
+            + (expert.scratch_bytes(dense.shape, rows, 1, planes, self.num_threads) if dense else 0)
+            + RopeTables.nbytes_for(model.rope.rotary_dim, self.ctx_tokens)
+            + self._messages()
+        )
 
+    def worker_scratch(self, group: Sequence[ExpertLayer]) -> int:
+        """One stage for each shape among the worker's layers, and messages."""
+        shapes = {layer.shape: _top_k(self.model, layer) for layer in group}
+        stages = (
+            expert.scratch_bytes(shape, self.chunk, top_k, self.config.planes, self.num_threads)
+            for shape, top_k in shapes.items()
+        )
+        return sum(stages) + self._messages()
 
-def _messages_bytes(model: ModelSpec, config: LaunchConfig) -> int:
-    """A step's activations on their way: sent, received and decoded copies."""
-    return 4 * config.prefill_chunk * model.hidden * 4
-
-
-def _coordinator_scratch(model: ModelSpec, config: LaunchConfig, ctx_tokens: int, num_threads: int) -> int:
-    rows = config.prefill_chunk
-    attention = model.layers[0].attention
-    router = next(layer.mlp.router for layer in model.layers if isinstance(layer.mlp, MoeSpec))
-    dense = next((layer.mlp for layer in model.layers if isinstance(layer.mlp, DenseSpec)), None)
-    logit_rows = max_logit_rows(model.vocab_size, rows)
-    return (
-        AttentionStage.scratch_bytes(attention, rows, ctx_tokens, num_threads, num_forms=_num_forms(model))
-        + RouterStage.scratch_bytes(router, model.hidden, rows)
-        + HeadStage.scratch_bytes(model.hidden, model.vocab_size, logit_rows)
-        + logit_rows * model.vocab_size * 4  # the copy on its way to the client
-        + (expert.scratch_bytes(dense.shape, rows, 1, config.planes, num_threads) if dense else 0)
-        + RopeTables.nbytes_for(model.rope.rotary_dim, ctx_tokens)
-        + _messages_bytes(model, config)
-    )
+    def _messages(self) -> int:
+        """A step's activations on their way: sent, received and decoded copies."""
+        return 4 * self.chunk * self.model.hidden * 4
 
 
 def _num_forms(model: ModelSpec) -> int:
     """Group sizes that the projections of one layer's attention mix, plain ones counting as one."""
-    return max(len({m.encoding.group_size for m in (t.q, t.k, t.v, t.o)}) for t in (layer.tensors for layer in model.layers))
-
-
-def _worker_scratch(model: ModelSpec, config: LaunchConfig, group: Sequence[ExpertLayer], num_threads: int) -> int:
-    """One stage for each shape among the worker's layers, and messages."""
-    shapes = {layer.shape: _top_k(model, layer) for layer in group}
-    stages = (expert.scratch_bytes(shape, config.prefill_chunk, k, config.planes, num_threads) for shape, k in shapes.items())
-    return sum(stages) + _messages_bytes(model, config)
+    tensors = (layer.tensors for layer in model.layers)
+    return max(len({matrix.encoding.group_size for matrix in (t.q, t.k, t.v, t.o)}) for t in tensors)
 
 
 def _top_k(model: ModelSpec, experts: ExpertLayer) -> int:

@@ -136,7 +136,7 @@ def running() -> Iterator[str]:
             yield path.name
 
 
-def clean_stale(unlink_segment: Callable[[str], None]) -> list[str]:
+def clean_stale(unlink_segment: Callable[[str], object]) -> list[str]:
     """Remove what ended clusters left behind; `unlink_segment` removes one shared-memory name. Returns their names."""
     cleaned = []
     for path in sorted(base_folder().iterdir()):

@@ -112,7 +112,7 @@ class Service:
         tokenizer = Tokenizer.load(checkpoint.path)
         self.engine = Engine(
             self.coordinator,
-            Scheduler(allocator, self._config.prefill_chunk),
+            Scheduler(allocator, self.coordinator.plan.prefill_chunk),
             tokenizer,
             sampling_defaults(checkpoint),
             eos_token_ids(checkpoint, tokenizer),

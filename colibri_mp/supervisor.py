@@ -1,6 +1,6 @@
 """Starts the worker processes, watches them, exchanges steps with them, stops them.
 
-    coordinator ── spawn ──▶ worker k        multiprocessing, "spawn"; the segment of its pool is made here
+    coordinator ── spawn ──▶ worker k        multiprocessing, "spawn"
         │  Route ──▶  ◀── Routed, Failed     one ROUTER socket, peers "worker-k"
         └─ sentinel of each process          every wait is on the socket *and* the sentinels
 
@@ -19,7 +19,6 @@ from multiprocessing.context import SpawnProcess
 from colibri_mp.errors import ProtocolError, WorkerDied, describe_exit, from_wire
 from colibri_mp.messages import Failed, Floats, Hello, Ints, Message, Route, Routed, Stop
 from colibri_mp.rundir import RunDir
-from colibri_mp.shm.segment import Segment
 from colibri_mp.transport import Listener, Waitable, wait
 from colibri_mp.workers.core import WorkerConfig
 from colibri_mp.workers.main import run as run_worker
@@ -34,7 +33,6 @@ class WorkerHandle:
 
     config: WorkerConfig
     process: SpawnProcess
-    segment: Segment
     notes: tuple[str, ...] = ()
     is_ready: bool = False
 
@@ -67,17 +65,17 @@ class Supervisor:
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
-    def start(self, configs: Sequence[WorkerConfig], segments: Sequence[Segment]) -> None:
-        """Spawn one worker for each config; `segments` are theirs, and closed and unlinked by `close`."""
+    def start(self, configs: Sequence[WorkerConfig]) -> None:
+        """Spawn one worker for each config; the segments that they name must exist until `close`."""
         context = multiprocessing.get_context("spawn")
-        for config, segment in zip(configs, segments, strict=True):
+        for config in configs:
             process = context.Process(
                 target=run_worker,
                 args=(config, self._run_dir.path, self._log_level),
                 name=f"colibri-worker-{config.worker_id}",
             )
             process.start()
-            handle = WorkerHandle(config, process, segment)
+            handle = WorkerHandle(config, process)
             self.workers.append(handle)
             self._by_layer.update({layer.layer: handle for layer in config.expert_layers})
 
@@ -101,7 +99,7 @@ class Supervisor:
                     raise ProtocolError(f"{type(other).__name__} from a worker that is starting")
 
     def close(self) -> None:
-        """Stop all workers, the stubborn ones by force, and remove their segments. Never raises for a dead worker."""
+        """Stop all workers, the stubborn ones by force. Never raises for a dead worker."""
         for worker in self.workers:
             self._listener.send(worker.peer, Stop())
         deadline = time.monotonic() + _STOP_TIMEOUT_S
@@ -112,8 +110,6 @@ class Supervisor:
                 worker.process.kill()
                 worker.process.join(_STOP_TIMEOUT_S)
             worker.process.close()
-            worker.segment.close()
-            worker.segment.unlink()
         self.workers.clear()
         self._by_layer.clear()
         self._listener.close()

@@ -6,9 +6,9 @@
     scripts/make_synthetic_model.py OUT --dtype bf16         unquantised, one tensor an expert
 
 Quantised checkpoints are as mlx_lm writes them (stacked experts, 8-bit router, header not padded). The same arguments give
-the same bytes, whatever the number of shards does to their place. Weights are random codes, scaled by the rule of thumb
-1/sqrt(columns) so that activations stay finite, logits spread, and routing is near uniform. Memory use is constant; the
-folder appears under its name only when it is complete.
+the same bytes for each tensor, in however many shards. Weights are random codes, scaled by the rule of thumb
+1/sqrt(columns) so that activations stay finite, logits spread, and routing is near uniform (the busiest of 64 experts gets
+twice the mean). Memory use is constant; the folder appears under its name only when it is complete.
 """
 
 import argparse
@@ -90,7 +90,8 @@ def model_tensors(options: Options) -> Iterator[Tensor]:
         yield from matrix(options, f"{path}.self_attn.q_proj", (q_rows, hidden))
         yield from matrix(options, f"{path}.self_attn.k_proj", (kv_rows, hidden))
         yield from matrix(options, f"{path}.self_attn.v_proj", (kv_rows, hidden))
-        yield from matrix(options, f"{path}.self_attn.o_proj", (hidden, q_rows))
+        # Attention to random text adds much the same vector everywhere: kept small, lest routing follows it.
+        yield from matrix(options, f"{path}.self_attn.o_proj", (hidden, q_rows), deviation=0.3 / math.sqrt(q_rows))
         if options.family != "mixtral":
             whole = options.family == "olmoe"
             yield norm(f"{path}.self_attn.q_norm", q_rows if whole else options.head_dim)

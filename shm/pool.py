@@ -144,10 +144,6 @@ class ExpertPool:
         """The slab's bytes, uint8 [slab_bytes], writable; valid while the slot is held."""
         return self._tables.slab_view(slot, self._owner(slot).entry.slab_bytes)
 
-    def is_ready(self, slot: int) -> bool:
-        """Whether the slot holds a complete expert."""
-        return bool(self._tables.states[slot] == READY)
-
     def num_resident(self) -> int:
         """Slots that hold a complete expert."""
         return int(np.count_nonzero(self._tables.states == READY))

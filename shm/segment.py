@@ -55,13 +55,6 @@ def segment_name(run_id: str, worker_id: int) -> str:
     return name
 
 
-def segment_names(prefix: str = NAME_PREFIX) -> list[str]:
-    """Names of the existing segments that start with `prefix`; always empty on macOS, which cannot list them."""
-    if sys.platform != "linux":
-        return []
-    return sorted(path.name for path in SHM_DIR.glob(f"{prefix}*"))
-
-
 def unlink_stale(name: str) -> bool:
     """Remove the name of a segment whose creator is dead (the caller knows that it is); False if there is none."""
     try:

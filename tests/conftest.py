@@ -6,6 +6,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,7 @@ GOLDEN = Path(__file__).parent / "golden"
 @pytest.fixture(scope="session", autouse=True)
 def run_folder() -> Iterator[Path]:
     """Clusters of the tests live in a short-named folder apart from the user's."""
+    resource_tracker.ensure_running()  # it lives to the end, so it must not start in the middle of a test
     folder = Path(tempfile.mkdtemp(prefix="cmp-"))
     os.environ["COLIBRI_RUN_DIR"] = str(folder)
     yield folder

@@ -1,1 +1,1 @@
-
+"""The worker process: owns one expert pool, reads experts from disk, computes what the coordinator routes to it."""

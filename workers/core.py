@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colibri_mp.checkpoint.experts import ExpertLayer
+from colibri_mp.config import IoMode
 from colibri_mp.errors import PoolError, ProtocolError, ReadError
 from colibri_mp.kernels.expert import ExpertStage
 from colibri_mp.kernels.layout import ExpertShape, pack
@@ -28,7 +29,6 @@ from colibri_mp.messages import StepCounters
 from colibri_mp.shm.layout import LayerSlots
 from colibri_mp.shm.pool import ExpertPool, Held
 from colibri_mp.shm.segment import Segment
-from colibri_mp.workers.expert_files import IoMode
 from colibri_mp.workers.streamer import Landed, Streamer
 
 Floats = NDArray[np.float32]

@@ -12,14 +12,14 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from colibri_mp.config import IoMode
 from colibri_mp.errors import ReadError
 from colibri_mp.workers.read_plan import ALIGNMENT, FileRange
 
-IoMode = Literal["buffered", "direct"]
 MAX_RETRIES = 4
 _HUGE_PAGE = 2 << 20
 
@@ -105,7 +105,7 @@ class ExpertFiles:
 
         def _open_direct(self) -> tuple[IoMode, str]:
             """F_NOCACHE stands in for O_DIRECT: what is read stays out of the page cache. Not tried on macOS."""
-            import fcntl  # noqa: PLC0415 - F_NOCACHE exists on macOS only
+            import fcntl
 
             self._open_all(0)
             for fd in self._fds:
@@ -125,6 +125,8 @@ class ExpertFiles:
             except OSError as exc:
                 self.close()
                 raise ReadError(f"cannot open {path}: {exc.strerror}") from exc
+            if sys.platform == "linux":  # reading ahead of one expert fetches others: a quarter more bytes, measured
+                os.posix_fadvise(self._fds[-1], 0, 0, os.POSIX_FADV_RANDOM)
 
     def _read_fully(self, wanted: FileRange, offset: int, target: memoryview, needed: int) -> int:
         """Fill at least the first `needed` bytes of `target`; a read may return less than it was asked for."""

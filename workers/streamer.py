@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colibri_mp.checkpoint.experts import ExpertLayer
+from colibri_mp.config import IoMode
 from colibri_mp.errors import ReadError
 from colibri_mp.formats import Encoding
-from colibri_mp.workers.expert_files import ExpertFiles, IoMode, aligned_buffer, buffer_bytes
+from colibri_mp.workers.expert_files import ExpertFiles, aligned_buffer, buffer_bytes
 from colibri_mp.workers.read_plan import LayerPlan, MatrixRows, ReadTask
 
 Packer = Callable[[Encoding, int, int, Sequence[NDArray[np.uint8]], NDArray[np.uint8]], None]
@@ -108,7 +109,6 @@ class Streamer:
         self._lock = threading.Lock()
         self._meter = _Meter()
         self._is_closing = False
-        self.num_in_flight = 0
         scratch_size = max(plan.scratch_bytes for plan in self._plans.values())
         self._threads = [
             threading.Thread(target=self._work, args=(scratch_size,), name=f"colibri-io-{i}")
@@ -126,7 +126,6 @@ class Streamer:
         """Start reading one expert into `slab` (uint8 [slab_bytes]); its completion will carry `tag`."""
         tasks = self._plans[layer].tasks(expert)
         request = _Request(tag, layer, expert, slab, len(tasks))
-        self.num_in_flight += 1
         for task in tasks:
             self._tasks.put((request, task))
 
@@ -138,7 +137,6 @@ class Streamer:
             while True:
                 found.append(self._completions.get_nowait())
         except queue.Empty:
-            self.num_in_flight -= len(found)
             return found
 
     def counters(self) -> StreamCounters:

@@ -54,6 +54,7 @@ class ExpertLayer:
     @property
     def shape(self) -> "ExpertShape":
         """The packed form that the kernels compute with."""
+        # Here, since reading a checkpoint needs no kernels.
         from colibri_mp.kernels.layout import ExpertShape
 
         return ExpertShape(self.hidden, self.width, self.gate.format, self.up.format, self.down.format)

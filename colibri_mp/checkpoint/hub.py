@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from colibri_mp.checkpoint.source import has_all_files
 from colibri_mp.errors import CheckpointError
 
 Progress = Callable[[str], None]
@@ -38,8 +39,8 @@ def resolve(model: str | None, progress: Progress | None = None) -> Path:
     match = _HUB_ID.fullmatch(model)
     if match is None or model.startswith((".", "~")):
         raise CheckpointError(
-            f"{model or 'empty model name'}: no such folder. Give a folder with config.json and *.safetensors, a Hugging Face id (org/name), "
-            f"or {BUILT_IN!r} for the built-in model"
+            f"{model or 'empty model name'}: no such folder. Give a folder with config.json and *.safetensors, a Hugging "
+            f"Face id (org/name), or {BUILT_IN!r} for the built-in model"
         )
     return _from_hub(match["id"], match["revision"], progress or (lambda _: None))
 
@@ -73,8 +74,6 @@ def _from_hub(repo_id: str, revision: str | None, progress: Progress) -> Path:
 
 def _complete(snapshot: Callable[..., Path], not_found: type[Exception]) -> Path | None:
     """The snapshot in the cache, if it holds a whole checkpoint: an interrupted download leaves some of the files."""
-    from colibri_mp.checkpoint.source import has_all_files
-
     try:
         folder = snapshot(local_files_only=True)
     except not_found:

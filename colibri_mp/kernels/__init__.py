@@ -17,3 +17,5 @@ tiles, chunks or threads.
 from colibri_mp.kernels import isa as isa
 
 isa.prepare_cache()
+
+from colibri_mp.kernels.warming import warm as warm  # noqa: E402  # nothing that imports numba comes before the cache folder is set

@@ -14,7 +14,7 @@ of q in [-128, 127]. A group whose largest |x| is below 1e-30 counts as zero.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from numba.core import cgutils
 from colibri_mp.formats import Format
 from colibri_mp.kernels import emit
 from colibri_mp.kernels.emit import F32, I8, I32, I64, V16F, V16I, constant, load, offset, splat, vector
-from colibri_mp.kernels.jit import Native, intrinsic
+from colibri_mp.kernels.jit import Native, operation
 from colibri_mp.kernels.layout import DENSE_STEP
 from colibri_mp.kernels.tiles import USES_PLANES, group_record_bytes
 
@@ -114,36 +114,23 @@ def _emit_group(builder: Any, x: Any, record: Any, group: int, planes: int) -> N
         emit.store(builder, units, offset(builder, record, 16 * planes * i))
 
 
-@intrinsic
-def _prepare_groups(typing: Any, x: Any, prepared: Any, cols: Any, group_size: Any, planes: Any) -> Any:
-    if not isinstance(group_size, types.IntegerLiteral) or not isinstance(planes, types.IntegerLiteral):
-        return None
-    group, num_planes = group_size.literal_value, planes.literal_value
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        num_groups = builder.sdiv(args[2], constant(I64, group))
-        record_bytes = group_record_bytes(group, num_planes)
-        with cgutils.for_range(builder, num_groups, intp=I64) as loop:
-            source = builder.add(args[0], builder.mul(loop.index, constant(I64, 4 * group)))
-            record = builder.add(args[1], builder.mul(loop.index, constant(I64, record_bytes)))
-            _emit_group(builder, source, record, group, num_planes)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3, group_size, planes), generate
+@operation(types.void, *[types.int64] * 3, num_literals=2)
+def _prepare_groups(builder: Any, x: Any, prepared: Any, cols: Any, group_size: int, planes: int) -> None:
+    record_bytes = group_record_bytes(group_size, planes)
+    with cgutils.for_range(builder, builder.sdiv(cols, constant(I64, group_size)), intp=I64) as loop:
+        source = builder.add(x, builder.mul(loop.index, constant(I64, 4 * group_size)))
+        record = builder.add(prepared, builder.mul(loop.index, constant(I64, record_bytes)))
+        _emit_group(builder, source, record, group_size, planes)
 
 
-@intrinsic
-def _copy_padded(typing: Any, x: Any, prepared: Any, cols: Any) -> Any:
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        length = builder.mul(args[2], constant(I64, 4))
-        padded = builder.and_(builder.add(length, constant(I64, 4 * DENSE_STEP - 1)), constant(I64, -4 * DENSE_STEP))
-        emit.copy(builder, args[0], args[1], length)
-        rest = builder.inttoptr(builder.add(args[1], length), I8.as_pointer())
-        volatile = constant(ir.IntType(1), 0)
-        emit.call(builder, "llvm.memset.p0.i64", ir.VoidType(), [rest, constant(I8, 0), builder.sub(padded, length), volatile])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3), generate
+@operation(types.void, *[types.int64] * 3)
+def _copy_padded(builder: Any, x: Any, prepared: Any, cols: Any) -> None:
+    length = builder.mul(cols, constant(I64, 4))
+    padded = builder.and_(builder.add(length, constant(I64, 4 * DENSE_STEP - 1)), constant(I64, -4 * DENSE_STEP))
+    emit.copy(builder, x, prepared, length)
+    rest = builder.inttoptr(builder.add(prepared, length), I8.as_pointer())
+    arguments = [rest, constant(I8, 0), builder.sub(padded, length), constant(ir.IntType(1), 0)]
+    emit.call(builder, "llvm.memset.p0.i64", ir.VoidType(), arguments)
 
 
 def _prepare_dense(x: int, prepared: int, cols: int) -> None:
@@ -157,7 +144,7 @@ def _make(group_size: int, planes: int) -> Native:
     return Native(prepare)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _prepare_kernel(group_size: int, planes: int) -> Native:
     return _make(group_size, planes) if group_size else Native(_prepare_dense)
 

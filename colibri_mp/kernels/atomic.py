@@ -1,6 +1,6 @@
 """Atomic operations on int64 in memory, and the two system calls that park and wake threads, for compiled code.
 
-All are sequentially consistent or acquire/release as named; addresses are 8-aligned.
+Addresses are 8-aligned. `load_acquire` and `store_release` pair up; the others are sequentially consistent.
 """
 
 import platform
@@ -11,7 +11,7 @@ from numba import types
 
 from colibri_mp.kernels import emit
 from colibri_mp.kernels.emit import I32, I64, constant
-from colibri_mp.kernels.jit import intrinsic
+from colibri_mp.kernels.jit import operation
 
 read = types.ExternalFunction("read", types.int64(types.int32, types.int64, types.int64))
 """read(2); by symbol and not as a ctypes pointer, which could not be cached."""
@@ -24,68 +24,40 @@ def _pointer(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, I64.as_pointer())
 
 
-@intrinsic
-def load_acquire(typing: Any, address: Any) -> Any:
+@operation(types.int64, types.int64)
+def load_acquire(builder: Any, address: Any) -> Any:
     """The int64, with everything written before its `store_release`."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.load_atomic(_pointer(builder, args[0]), "acquire", 8)
-
-    return types.int64(types.int64), generate
+    return builder.load_atomic(_pointer(builder, address), "acquire", 8)
 
 
-@intrinsic
-def store_release(typing: Any, address: Any, value: Any) -> Any:
+@operation(types.void, types.int64, types.int64)
+def store_release(builder: Any, address: Any, value: Any) -> None:
     """Publish an int64 and everything written before."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        builder.store_atomic(args[1], _pointer(builder, args[0]), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+    builder.store_atomic(value, _pointer(builder, address), "release", 8)
 
 
-@intrinsic
-def fetch_add(typing: Any, address: Any, value: Any) -> Any:
+@operation(types.int64, types.int64, types.int64)
+def fetch_add(builder: Any, address: Any, value: Any) -> Any:
     """Add; the value before."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", _pointer(builder, args[0]), args[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), generate
+    return builder.atomic_rmw("add", _pointer(builder, address), value, "seq_cst")
 
 
-@intrinsic
-def compare_and_swap(typing: Any, address: Any, expected: Any, desired: Any) -> Any:
+@operation(types.boolean, types.int64, types.int64, types.int64)
+def compare_and_swap(builder: Any, address: Any, expected: Any, desired: Any) -> Any:
     """Store `desired` if the value is `expected`; whether it was."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        result = builder.cmpxchg(_pointer(builder, args[0]), args[1], args[2], "seq_cst")
-        return builder.extract_value(result, 1)
-
-    return types.boolean(*[types.int64] * 3), generate
+    return builder.extract_value(builder.cmpxchg(_pointer(builder, address), expected, desired, "seq_cst"), 1)
 
 
-@intrinsic
-def fence(typing: Any) -> Any:
+@operation(types.void)
+def fence(builder: Any) -> None:
     """No read or write moves across."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    builder.fence("seq_cst")
 
 
-@intrinsic
-def pause(typing: Any) -> Any:
+@operation(types.void)
+def pause(builder: Any) -> None:
     """Tell the processor that this is a spinning loop."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        if _IS_ARM:
-            emit.call(builder, "llvm.aarch64.hint", ir.VoidType(), [constant(I32, 1)])
-        else:
-            emit.call(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    if _IS_ARM:
+        emit.call(builder, "llvm.aarch64.hint", ir.VoidType(), [constant(I32, 1)])
+    else:
+        emit.call(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])

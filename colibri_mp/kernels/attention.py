@@ -9,21 +9,21 @@ chunks of a prompt, the number of threads, or where the blocks lie. Phases: `att
 """
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from colibri_mp.errors import RequestError
 from colibri_mp.kernels import attention_stage
-from colibri_mp.kernels.attention_stage import FRAME, NORM_FULL, NORM_HEAD, NORM_NONE, PLACE, STEP_FIELDS, plan_batch
+from colibri_mp.kernels.attention_stage import FRAME, NORM_FULL, NORM_HEAD, NORM_NONE, PLACE, STEP_FIELDS
 from colibri_mp.kernels.attention_tiles import SCORE_STRIDE, SPLIT_TOKENS
-from colibri_mp.kernels.kv_cache import BLOCK_TOKENS as BLOCK_TOKENS
 from colibri_mp.kernels.kv_cache import KVCache, padded_head_dim, tile_floats
 from colibri_mp.kernels.layout import PackedMatrix, num_blocks
 from colibri_mp.kernels.linear import DEFAULT_PLANES, describe, row_table
 from colibri_mp.kernels.rope import RopeTables
-from colibri_mp.specs import AttentionSpec
 from colibri_mp.kernels.team import ThreadTeam, aligned_bytes
+from colibri_mp.specs import AttentionSpec
 
 F32Array = NDArray[np.float32]
 I32Array = NDArray[np.int32]
@@ -61,9 +61,9 @@ class AttentionWeights:
 
     def check(self, spec: AttentionSpec) -> None:
         """Our own invariant: the loader has compared the checkpoint with its configuration."""
-        shapes = {"q": (spec.q_width, spec.hidden), "k": (spec.kv_width, spec.hidden), "v": (spec.kv_width, spec.hidden)}
-        for name, shape in {**shapes, "o": (spec.hidden, spec.q_width)}.items():
-            matrix = getattr(self, name)
+        rows = {"q": spec.q_width, "k": spec.kv_width, "v": spec.kv_width, "o": spec.hidden}
+        for name, matrix in (("q", self.q), ("k", self.k), ("v", self.v), ("o", self.o)):
+            shape = (rows[name], spec.q_width if name == "o" else spec.hidden)
             assert (matrix.rows, matrix.cols) == shape, f"{name} is [{matrix.rows}, {matrix.cols}], not {shape}"
         norm_widths = {"none": (0, 0), "head": (spec.head_dim, spec.head_dim), "full": (spec.q_width, spec.kv_width)}
         q_norm, k_norm = norm_widths[spec.qk_norm]
@@ -73,7 +73,8 @@ class AttentionWeights:
         for name, width in widths.items():
             vector = getattr(self, name)
             assert (0 if vector is None else vector.size) == width, f"{name} must have {width} elements"
-            assert vector is None or (vector.dtype == np.float32 and vector.flags.c_contiguous), f"{name} must be plain float32"
+            if vector is not None:
+                _check_plain(vector, np.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +84,7 @@ class Batch:
     positions [T]: of each row in its sequence; sequence_idx [T]: its row of the block table;
     block_table [S, max_blocks]: id of the block that holds the positions 16 * i .. 16 * i + 15 (entries beyond are not read).
     Rows of a sequence come in ascending order of position; consecutive ones next to each other share work.
+    The arrays stay as they are while the batch is in use: a stage plans once for all layers.
     """
 
     positions: I32Array
@@ -91,8 +93,9 @@ class Batch:
 
     def __post_init__(self) -> None:
         for array in (self.positions, self.sequence_idx, self.block_table):
-            assert array.dtype == np.int32 and array.flags.c_contiguous, "batches are plain int32"
-        assert self.positions.shape == self.sequence_idx.shape and self.block_table.ndim == 2
+            _check_plain(array, np.int32)
+        assert self.positions.shape == self.sequence_idx.shape
+        assert self.block_table.ndim == 2
 
 
 class AttentionStage:
@@ -110,18 +113,20 @@ class AttentionStage:
         max_context: int,
         planes: int = DEFAULT_PLANES,
     ) -> None:
-        assert tables.cos.shape[0] >= max_context and tables.rotary_dim <= spec.head_dim
+        assert tables.cos.shape[0] >= max_context
+        assert tables.rotary_dim <= spec.head_dim
         self.spec, self.max_tokens, self.max_context = spec, max_tokens, max_context
         self._team, self._tables, self._planes = team, tables, planes
-        self._sizes = _Sizes(spec, max_tokens, max_context, team.num_threads)
+        self._sizes = _Sizes(spec, max_context, team.num_threads)
         self._rows_a_place = max(1, self._sizes.max_queries // spec.group_size)
         self._activations = {name: _Rows(max_tokens, width) for name, width in self._sizes.widths.items()}
         self._scratch = aligned_bytes(self._sizes.scratch_bytes * team.num_threads)
         self._partials = aligned_bytes(self._sizes.partial_bytes * self._sizes.num_partials)
         self._places = np.zeros(max_tokens, PLACE)
-        self._summary = np.zeros(3, np.int64)
+        self._plan_record = self._make_plan_record()
         self._prepared: dict[tuple[int, int], tuple[NDArray[np.uint8], NDArray[np.int64]]] = {}
         self._template = self._make_template()
+        self._planned: tuple[Batch, KVCache, tuple[int, ...]] | None = None
         self._frames: dict[int, tuple[AttentionWeights, NDArray[np.void], NDArray[np.int64]]] = {}
 
     @staticmethod
@@ -129,7 +134,7 @@ class AttentionStage:
         spec: AttentionSpec, max_tokens: int, max_context: int, num_threads: int, num_forms: int = 1
     ) -> int:
         """Bytes a stage allocates, at most. `num_forms`: group sizes (dense counting as one) that q, k, v of a layer mix."""
-        sizes = _Sizes(spec, max_tokens, max_context, num_threads)
+        sizes = _Sizes(spec, max_context, num_threads)
         rows = sum(-(-width // 16) * 16 * 4 for width in sizes.widths.values())
         prepared = num_forms * (max(spec.hidden, spec.q_width) * 9 // 2 + 64)
         tables = 8 * (len(sizes.widths) + num_forms) + PLACE.itemsize
@@ -142,34 +147,38 @@ class AttentionStage:
         `layer_idx` counts the layers of `kv`. Raises RequestError when a position is not in the context or in its blocks.
         """
         num_tokens = batch.positions.size
-        assert x.shape == (num_tokens, self.spec.hidden) and x.dtype == np.float32 and x.flags.c_contiguous
-        assert 1 <= num_tokens <= self.max_tokens and 0 <= layer_idx < kv.num_layers
-        assert (kv.num_kv_heads, kv.head_dim) == (self.spec.num_kv_heads, self.spec.head_dim)
-        num_places, num_splits = self._plan(batch, kv)
-        num_items = num_places * self.spec.num_kv_heads
+        assert x.shape == (num_tokens, self.spec.hidden), f"x is {x.shape} for {num_tokens} tokens"
+        _check_plain(x, np.float32)
+        assert 0 <= layer_idx < kv.num_layers
         frame, step = self._bound(weights)
-        step[:] = (
-            x.ctypes.data, num_tokens, batch.positions.ctypes.data, batch.sequence_idx.ctypes.data,
-            batch.block_table.ctypes.data, batch.block_table.shape[1], kv.tiles.ctypes.data + layer_idx * kv.tiles.strides[0],
-            num_places, num_items, num_splits, num_items if self._shares_splits(num_items, num_splits) else 0,
-        )  # fmt: skip
+        step[:] = (*self._plan(batch, kv), kv.address(layer_idx), x.ctypes.data)
         self._team.run(attention_stage.STAGE, frame)
 
-    def _plan(self, batch: Batch, kv: KVCache) -> tuple[int, int]:
-        """(places, splits up to the last position); the places are left in `self._places`."""
-        plan_batch(
-            batch.positions.ctypes.data, batch.sequence_idx.ctypes.data, batch.block_table.ctypes.data,
-            batch.positions.size, *batch.block_table.shape, kv.num_blocks,
-            self.max_context, self.spec.window or _NO_WINDOW, self.spec.group_size, self._rows_a_place,
-            self._places.ctypes.data, self._summary.ctypes.data,
-        )  # fmt: skip
-        num_places, last_position, bad = self._summary.tolist()
-        if bad >= 0:
+    def _plan(self, batch: Batch, kv: KVCache) -> tuple[int, ...]:
+        """The step fields of a batch, the same for all layers; its places are left in `self._places`."""
+        if self._planned is None or self._planned[0] is not batch or self._planned[1] is not kv:
+            assert 1 <= batch.positions.size <= self.max_tokens
+            assert (kv.num_kv_heads, kv.head_dim) == (self.spec.num_kv_heads, self.spec.head_dim)
+            self._planned = (batch, kv, self._cut_to_places(batch, kv))
+        return self._planned[2]
+
+    def _cut_to_places(self, batch: Batch, kv: KVCache) -> tuple[int, ...]:
+        plan, num_tokens, (num_sequences, max_blocks) = self._plan_record, batch.positions.size, batch.block_table.shape
+        arrays = [array.ctypes.data for array in (batch.positions, batch.sequence_idx, batch.block_table)]
+        plan["positions"], plan["sequences"], plan["block_table"] = arrays
+        plan["num_tokens"], plan["num_sequences"], plan["max_blocks"] = num_tokens, num_sequences, max_blocks
+        plan["num_blocks"], plan["num_places"], plan["last_position"], plan["bad_row"] = kv.num_blocks, 0, 0, -1
+        attention_stage.plan_batch(plan.ctypes.data)
+        num_places, last_position, bad_row = (int(plan[name][0]) for name in ("num_places", "last_position", "bad_row"))
+        if bad_row >= 0:
             raise RequestError(
-                f"row {bad} of a step (position {batch.positions[bad]}, sequence {batch.sequence_idx[bad]}) is outside "
-                f"the context of {self.max_context} tokens, the {batch.block_table.shape} block table or the {kv.num_blocks} blocks"
+                f"row {bad_row} of a step (position {batch.positions[bad_row]}, sequence {batch.sequence_idx[bad_row]}) is "
+                f"outside the context of {self.max_context} tokens, the block table of {batch.block_table.shape} or the "
+                f"cache of {kv.num_blocks} blocks"
             )
-        return num_places, last_position // SPLIT_TOKENS + 1
+        num_items, num_splits = num_places * self.spec.num_kv_heads, last_position // SPLIT_TOKENS + 1
+        num_shared = num_items if self._shares_splits(num_items, num_splits) else 0
+        return (num_tokens, *arrays, max_blocks, num_places, num_items, num_splits, num_shared)
 
     def _shares_splits(self, num_items: int, num_splits: int) -> bool:
         """Whether several threads should work on one item: too few items to go round, and room for the partials."""
@@ -211,17 +220,24 @@ class AttentionStage:
             self._prepared[slot, row_bytes] = (buffer, row_table(buffer.ctypes.data, row_bytes, self.max_tokens))
         return self._prepared[slot, row_bytes]
 
+    def _make_plan_record(self) -> NDArray[np.void]:
+        plan = np.zeros(1, attention_stage.PLAN)
+        plan["max_context"], plan["window"] = self.max_context, self.spec.window or _NO_WINDOW
+        plan["group_size"], plan["rows_a_place"] = self.spec.group_size, self._rows_a_place
+        plan["places"] = self._places.ctypes.data
+        return plan
+
     def _make_template(self) -> NDArray[np.void]:
         """A frame with everything that is the same for all layers."""
         spec, sizes, frame = self.spec, self._sizes, np.zeros(1, FRAME)
         for name in ("hidden", "num_heads", "num_kv_heads", "head_dim", "group_size", "scale"):
             frame[name] = getattr(spec, name)
-        for name in ("max_queries", "value_parts", "scores_offset", "largest_offset", "partial_offset", "merged_offset",
-                     "factors_offset", "scratch_bytes", "partial_bytes"):  # fmt: skip
+        for name in _Sizes.FRAME_FIELDS:
             frame[name] = getattr(sizes, name)
         for name, rows in self._activations.items():
             frame[name], frame[f"{name}_rows"] = rows.data.ctypes.data, rows.table.ctypes.data
-        frame["q_stride"], frame["k_stride"], frame["out_stride"] = (self._activations[n].stride for n in ("q", "k", "out"))
+            if name != "v":
+                frame[f"{name}_stride"] = rows.stride
         frame["context"], frame["context_stride"] = frame["q"], frame["q_stride"]
         frame["cos"], frame["sin"] = _address(self._tables.cos), _address(self._tables.sin)
         frame["rotary_half"] = self._tables.rotary_dim // 2
@@ -231,6 +247,11 @@ class AttentionStage:
         frame["scratch"], frame["num_scratches"] = self._scratch.ctypes.data, self._team.num_threads
         frame["places"], frame["partials"] = self._places.ctypes.data, self._partials.ctypes.data
         return frame
+
+
+def _check_plain(array: NDArray[Any], dtype: type) -> None:
+    assert array.dtype == dtype, f"{array.dtype} instead of {dtype.__name__}"
+    assert array.flags.c_contiguous, "must be C-contiguous"
 
 
 def _address(array: F32Array | None) -> int:
@@ -249,7 +270,12 @@ class _Rows:
 class _Sizes:
     """Sizes and offsets in bytes of a stage's scratch memory (see `attention_core` for the layouts)."""
 
-    def __init__(self, spec: AttentionSpec, max_tokens: int, max_context: int, num_threads: int) -> None:
+    FRAME_FIELDS: ClassVar[tuple[str, ...]] = (
+        *("max_queries", "value_parts", "scores_offset", "largest_offset", "partial_offset", "merged_offset"),
+        *("factors_offset", "scratch_bytes", "partial_bytes"),
+    )
+
+    def __init__(self, spec: AttentionSpec, max_context: int, num_threads: int) -> None:
         self.widths = {"q": spec.q_width, "k": spec.kv_width, "v": spec.kv_width, "out": spec.hidden}
         self.max_queries = -(-max(CHUNK_QUERIES, spec.group_size) // 16) * 16
         padded = padded_head_dim(spec.head_dim)

@@ -3,7 +3,7 @@
 A *chunk* is up to `job.max_queries` query vectors that read the same key-value head: rows of one sequence with consecutive
 positions, times the query heads of the group. Positions are taken in *splits* of SPLIT_TOKENS; a split gives a *partial*:
 
-    sums     [groups][P / 16][QUERIES][16 elements]    sum of exp(score - largest) * value
+    sums     [groups][P / 16][width][16 elements]    sum of exp(score - largest) * value
     largest  [queries]                                 largest score of the split
     total    [queries]                                 sum of exp(score - largest)
 
@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from colibri_mp.kernels.attention_tiles import QUERIES, SCORE_STRIDE, SPLIT_TOKENS, mix_tile, score_tile
+from colibri_mp.kernels.attention_tiles import SCORE_STRIDE, SPLIT_TOKENS, WIDTHS, mix_tile, score_tile
 from colibri_mp.kernels.jit import compiled
+from colibri_mp.kernels.norm import store_up_to16
 from colibri_mp.kernels.vectors import (
     exp16,
     fma16,
@@ -40,6 +41,7 @@ HIDDEN = np.float32(-1e30)
 """Score of a position that is not visible; finite, so that differences of scores are."""
 
 TILE_TOKENS = 16
+LARGEST_WIDTH = WIDTHS[-1]
 _VECTOR_BYTES = 64
 _NOTHING = np.float32(0.0)
 _HALF_HIDDEN = np.float32(-5e29)
@@ -55,10 +57,23 @@ def attend_split(job: Any, place: Any, kv_head: int, split: int, scratch: int, p
     for tile in range(first_tile, end_tile):
         _score(job, place, kv_head, tile, end_tile, first_tile, scratch)
     for query in range(place.num_queries):
-        _exponentiate(scores + query * SCORE_STRIDE * 4, end_tile - first_tile, partial + job.largest_offset + 4 * query, job.max_queries)
-    _clear_sums(place.num_groups * job.value_parts * QUERIES, partial)
+        _exponentiate(
+            scores + query * SCORE_STRIDE * 4,
+            end_tile - first_tile,
+            partial + job.largest_offset + 4 * query,
+            job.max_queries,
+        )
+    _clear_sums(place.num_groups * job.value_parts * place.width, partial)
     for tile in range(first_tile, end_tile):
         _mix(job, place, kv_head, tile, first_tile, scores, partial)
+
+
+@compiled
+def group_width(num_queries: int) -> int:
+    """Width of the groups for a chunk: see `WIDTHS`."""
+    if num_queries == 1:
+        return 1
+    return 4 if num_queries <= 4 else LARGEST_WIDTH
 
 
 @compiled
@@ -71,20 +86,20 @@ def visible_range(job: Any, place: Any) -> tuple[int, int]:
 def tile_address(job: Any, place: Any, kv_head: int, tile: int) -> int:
     """Address of the keys of 16 positions; their values follow `job.values_offset` bytes later."""
     block = get_i32(job.block_table + (place.sequence * job.max_blocks + tile) * 4)
-    return job.kv_layer + (block * job.num_kv_heads + kv_head) * job.tile_bytes
+    return int(job.kv_layer + (block * job.num_kv_heads + kv_head) * job.tile_bytes)
 
 
 @compiled
 def pack_queries(job: Any, place: Any, kv_head: int, packed: int) -> None:
-    """Copy the chunk's queries to groups [head_dim][QUERIES]; zeros where the last group is not full."""
-    group_bytes = job.head_dim * QUERIES * 4
-    for query in range(place.num_groups * QUERIES):
-        target = packed + query // QUERIES * group_bytes + query % QUERIES * 4
+    """Copy the chunk's queries to groups [head_dim][width]; zeros where the last group is not full."""
+    width = place.width
+    for query in range(place.num_groups * width):
+        target = packed + (query // width * job.head_dim * width + query % width) * 4
         row, head = place.row + query // job.group_size, kv_head * job.group_size + query % job.group_size
         source = job.q + row * job.q_stride + head * job.head_dim * 4
         for d in range(job.head_dim):
             value = get_f32(source + 4 * d) if query < place.num_queries else _NOTHING
-            set_f32(target + d * QUERIES * 4, value)
+            set_f32(target + d * width * 4, value)
 
 
 @compiled
@@ -97,13 +112,24 @@ def _score(job: Any, place: Any, kv_head: int, tile: int, end_tile: int, first_t
         next_keys = tile_address(job, place, kv_head, first_tile) + job.values_offset
     scores = scratch + job.scores_offset + (tile - first_tile) * _VECTOR_BYTES
     for group in range(place.num_groups):
-        queries = scratch + group * job.head_dim * QUERIES * 4
-        score_tile(queries, keys, scores + group * QUERIES * SCORE_STRIDE * 4, job.head_dim, next_keys)
+        queries = scratch + group * job.head_dim * place.width * 4
+        group_scores = scores + group * place.width * SCORE_STRIDE * 4
+        _score_group(place.width, queries, keys, group_scores, job.head_dim, next_keys)
     start = tile * TILE_TOKENS
     if start + TILE_TOKENS - 1 > place.position or start <= place.position + place.num_rows - 1 - job.window:
         for query in range(place.num_queries):
             position = place.position + query // job.group_size
             _hide(scores + query * SCORE_STRIDE * 4, position - job.window + 1 - start, position - start)
+
+
+@compiled
+def _score_group(width: int, queries: int, keys: int, scores: int, head_dim: int, next_keys: int) -> None:
+    if width == 1:
+        score_tile(queries, keys, scores, head_dim, next_keys, 1)
+    elif width == 4:
+        score_tile(queries, keys, scores, head_dim, next_keys, 4)
+    elif LARGEST_WIDTH > 4:
+        score_tile(queries, keys, scores, head_dim, next_keys, LARGEST_WIDTH)
 
 
 @compiled
@@ -151,9 +177,19 @@ def _mix(job: Any, place: Any, kv_head: int, tile: int, first_tile: int, scores:
     for part in range(job.value_parts):
         part_bytes = part * TILE_TOKENS * _VECTOR_BYTES
         for group in range(place.num_groups):
-            sums = partial + (group * job.value_parts + part) * QUERIES * _VECTOR_BYTES
-            group_weights = weights + group * QUERIES * SCORE_STRIDE * 4
-            mix_tile(group_weights, values + part_bytes, sums, num_positions, next_values + part_bytes)
+            sums = partial + (group * job.value_parts + part) * place.width * _VECTOR_BYTES
+            group_weights = weights + group * place.width * SCORE_STRIDE * 4
+            _mix_group(place.width, group_weights, values + part_bytes, sums, num_positions, next_values + part_bytes)
+
+
+@compiled
+def _mix_group(width: int, weights: int, values: int, sums: int, num_positions: int, next_values: int) -> None:
+    if width == 1:
+        mix_tile(weights, values, sums, num_positions, next_values, 1)
+    elif width == 4:
+        mix_tile(weights, values, sums, num_positions, next_values, 4)
+    elif LARGEST_WIDTH > 4:
+        mix_tile(weights, values, sums, num_positions, next_values, LARGEST_WIDTH)
 
 
 @compiled
@@ -166,15 +202,21 @@ def start_merge(job: Any, merged: int) -> None:
 
 
 @compiled
+def first_sum(job: Any, place: Any, query: int) -> int:
+    """Offset of a query's first vector in the sums; the next ones are `place.width` vectors apart."""
+    return int(query // place.width * job.value_parts * place.width + query % place.width) * _VECTOR_BYTES
+
+
+@compiled
 def merge_partial(job: Any, place: Any, partial: int, merged: int, factors: int) -> None:
     """Add the partial of the next split to `merged`; `factors` is scratch of 2 * max_queries floats."""
     _merge_totals(job, partial + job.largest_offset, merged + job.largest_offset, factors)
     for query in range(place.num_queries):
         keep = splat16(get_f32(factors + 4 * query))
         add = splat16(get_f32(factors + 4 * (job.max_queries + query)))
-        offset = (query // QUERIES * job.value_parts * QUERIES + query % QUERIES) * _VECTOR_BYTES
+        first = first_sum(job, place, query)
         for part in range(job.value_parts):
-            at = offset + part * QUERIES * _VECTOR_BYTES
+            at = first + part * place.width * _VECTOR_BYTES
             store16(merged + at, fma16(load16(partial + at), add, load16(merged + at) * keep))
 
 
@@ -200,7 +242,7 @@ def write_context(job: Any, place: Any, kv_head: int, merged: int) -> None:
         row, head = place.row + query // job.group_size, kv_head * job.group_size + query % job.group_size
         target = job.context + row * job.context_stride + head * job.head_dim * 4
         inverse = np.float32(1.0) / get_f32(merged + job.largest_offset + 4 * (job.max_queries + query))
-        sums = merged + (query // QUERIES * job.value_parts * QUERIES + query % QUERIES) * _VECTOR_BYTES
-        for d in range(job.head_dim):
-            value = get_f32(sums + d // 16 * QUERIES * _VECTOR_BYTES + d % 16 * 4)
-            set_f32(target + 4 * d, value * inverse)
+        sums = merged + first_sum(job, place, query)
+        for d in range(0, job.head_dim, 16):
+            part = load16(sums + d // 16 * place.width * _VECTOR_BYTES)
+            store_up_to16(target + 4 * d, part * splat16(inverse), job.head_dim - d)

@@ -16,93 +16,113 @@ from typing import Any
 import numpy as np
 
 from colibri_mp.kernels import attention_core as core
-from colibri_mp.kernels.attention_tiles import QUERIES, SPLIT_TOKENS
+from colibri_mp.kernels.attention_tiles import SPLIT_TOKENS
 from colibri_mp.kernels.jit import Native, compiled
 from colibri_mp.kernels.linear import MATRIX, blocks_per_chunk, multiply_blocks, prepare_rows
 from colibri_mp.kernels.norm import load_up_to16, rms_norm_row, store_up_to16
 from colibri_mp.kernels.team import barrier, done, take
-from colibri_mp.kernels.vectors import call_native3, get_f32, get_i32, max16, min16, record_at, set_f32, set_i64, splat16, store16
+from colibri_mp.kernels.vectors import (
+    call_native3,
+    get_f32,
+    get_i32,
+    max16,
+    min16,
+    record_at,
+    set_f32,
+    splat16,
+    store16,
+)
 
 STEP_FIELDS = (
-    "x", "num_tokens", "positions", "sequences", "block_table", "max_blocks", "kv_layer",
-    "num_places", "num_items", "num_splits", "num_shared",
-)  # fmt: skip
+    *("num_tokens", "positions", "sequences", "block_table", "max_blocks"),
+    *("num_places", "num_items", "num_splits", "num_shared"),
+    *("kv_layer", "x"),
+)
 """Fields that change from call to call, int64; they come first in FRAME.
 
 num_items: chunks, places x key-value heads; num_splits: splits up to the batch's last position; num_shared: num_items if their
 splits are shared among threads, else 0.
 """
 
+_SHAPE_FIELDS = ("hidden", "num_heads", "num_kv_heads", "head_dim", "group_size", "qk_norm", "window", "rotary_half")
+_VECTOR_FIELDS = ("norm_weight", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "o_bias", "cos", "sin")
+_ROW_FIELDS = (
+    *("q", "k", "v", "out", "context"),
+    *("q_stride", "k_stride", "out_stride", "context_stride"),
+    *("q_rows", "k_rows", "v_rows", "out_rows"),
+    *("q_prepared", "k_prepared", "v_prepared", "o_prepared"),
+    *("q_xs", "k_xs", "v_xs", "o_xs"),
+)
+"""`*_rows`: tables of output rows, `*_xs`: of prepared rows (see `linear`)."""
+_CORE_FIELDS = (
+    *("places", "tile_bytes", "values_offset", "value_parts", "max_queries", "largest_offset"),
+    *("scores_offset", "partial_offset", "merged_offset", "factors_offset"),
+    *("scratch", "scratch_bytes", "num_scratches", "partials", "partial_bytes"),
+)
+
 FRAME = np.dtype(
     [
         *[(name, np.int64) for name in STEP_FIELDS],
-        ("q_matrix", MATRIX),
-        ("k_matrix", MATRIX),
-        ("v_matrix", MATRIX),
-        ("o_matrix", MATRIX),
-        *[(name, np.int64) for name in (
-            "hidden", "num_heads", "num_kv_heads", "head_dim", "group_size", "qk_norm", "window", "rotary_half",
-            "norm_weight", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "o_bias", "cos", "sin",
-            "q", "k", "v", "out", "context", "q_stride", "k_stride", "out_stride", "context_stride",
-            "q_rows", "k_rows", "v_rows", "out_rows",
-            "q_prepared", "k_prepared", "v_prepared", "o_prepared", "q_xs", "k_xs", "v_xs", "o_xs",
-            "places", "tile_bytes", "values_offset", "value_parts", "max_queries", "largest_offset",
-            "scores_offset", "partial_offset", "merged_offset", "factors_offset",
-            "scratch", "scratch_bytes", "num_scratches", "partials", "partial_bytes",
-        )],  # fmt: skip
-        ("eps", np.float64),
-        ("scale", np.float64),
-        ("clip", np.float64),
+        *[(f"{name}_matrix", MATRIX) for name in "qkvo"],
+        *[(name, np.int64) for name in (*_SHAPE_FIELDS, *_VECTOR_FIELDS, *_ROW_FIELDS, *_CORE_FIELDS)],
+        *[(name, np.float64) for name in ("eps", "scale", "clip")],
     ]
 )
-"""`*_rows`: tables of output rows, `*_xs`: of prepared rows (see `linear`); 0 where an address is of something that is not there."""
+"""What a call of the stage knows; 0 where an address is of something that is not there."""
 
-PLACE = np.dtype([(name, np.int64) for name in ("row", "num_rows", "position", "sequence", "num_queries", "num_groups")])
-"""Rows of one sequence with consecutive positions; the queries are those of one key-value head."""
+_PLACE_FIELDS = ("row", "num_rows", "position", "sequence", "num_queries", "width", "num_groups")
+PLACE = np.dtype([(name, np.int64) for name in _PLACE_FIELDS])
+"""Rows of one sequence with consecutive positions; the queries, in groups of `width`, are those of one key-value head."""
 PLACE_BYTES = PLACE.itemsize
+
+_PLAN_FIELDS = (
+    *("positions", "sequences", "block_table", "num_tokens", "num_sequences", "max_blocks", "num_blocks"),
+    *("max_context", "window", "group_size", "rows_a_place", "places"),
+    *("num_places", "last_position", "bad_row"),
+)
+PLAN = np.dtype([(name, np.int64) for name in _PLAN_FIELDS])
+"""A batch to plan; the last three are results: places made, largest position, first row in error or -1."""
 
 NORM_NONE, NORM_HEAD, NORM_FULL = 0, 1, 2
 _TOKENS_A_CHUNK = 4
 
 # Not Python ints: `take`, `barrier` and `done` would be compiled anew for each literal.
-_NORM, _PROJECT, _TURN, _ATTEND, _MERGE, _PREPARE, _OUTPUT, _MEMORY = (np.int64(phase) for phase in (0, 1, 2, 3, 4, 5, 6, 15))
+_phases: Any = [np.int64(phase) for phase in (0, 1, 2, 3, 4, 5, 6, 15)]
+_NORM, _PROJECT, _TURN, _ATTEND, _MERGE, _PREPARE, _OUTPUT, _MEMORY = _phases
 
 
 @compiled
-def plan_batch(
-    positions: int, sequences: int, table: int, num_tokens: int, num_sequences: int, max_blocks: int, num_blocks: int,
-    max_context: int, window: int, group_size: int, rows_a_place: int, places: int, summary: int,
-) -> None:  # fmt: skip
-    """Cut a batch into places (see PLACE). summary int64 [3]: number of places, last position, first row in error or -1.
+def plan_batch(plan: int) -> None:
+    """Cut the batch of a PLAN (its address) into places; a row that could touch memory not its own ends it, as `bad_row`."""
+    job = record_at(plan, PLAN)
+    for row in range(job.num_tokens):
+        position, sequence = get_i32(job.positions + 4 * row), get_i32(job.sequences + 4 * row)
+        if not _is_inside(job, position, sequence):
+            job.bad_row = row
+            return
+        job.last_position = max(job.last_position, position)
+        place = record_at(job.places + max(0, job.num_places - 1) * PLACE_BYTES, PLACE)
+        follows = job.num_places > 0 and place.sequence == sequence and place.position + place.num_rows == position
+        if not (follows and place.num_rows < job.rows_a_place):
+            place = record_at(job.places + job.num_places * PLACE_BYTES, PLACE)
+            place.row, place.num_rows, place.position, place.sequence = row, 0, position, sequence
+            job.num_places += 1
+        place.num_rows += 1
+        place.num_queries = place.num_rows * job.group_size
+        place.width = core.group_width(place.num_queries)
+        place.num_groups = (place.num_queries + place.width - 1) // place.width
 
-    A row is in error when its position or sequence is out of range, or a block that it may read is.
-    """
-    count, last_position, bad = 0, 0, -1
-    for row in range(num_tokens):
-        position, sequence = get_i32(positions + 4 * row), get_i32(sequences + 4 * row)
-        place = record_at(places + max(count - 1, 0) * PLACE_BYTES, PLACE)
-        if not (0 <= position < max_context and 0 <= sequence < num_sequences and position // 16 < max_blocks):
-            bad = row
-            break
-        last_position = max(last_position, position)
-        follows = count > 0 and place.sequence == sequence and place.position + place.num_rows == position
-        if follows and place.num_rows < rows_a_place:
-            first_block = position // 16
-            place.num_rows += 1
-        else:
-            first_block = max(0, position - window + 1) // 16
-            place = record_at(places + count * PLACE_BYTES, PLACE)
-            place.row, place.num_rows, place.position, place.sequence = row, 1, position, sequence
-            count += 1
-        place.num_queries = place.num_rows * group_size
-        place.num_groups = (place.num_queries + QUERIES - 1) // QUERIES
-        for block in range(first_block, position // 16 + 1):
-            block_id = get_i32(table + (sequence * max_blocks + block) * 4)
-            if block_id < 0 or block_id >= num_blocks:
-                bad = row
-    set_i64(summary, count)
-    set_i64(summary + 8, last_position)
-    set_i64(summary + 16, bad)
+
+@compiled
+def _is_inside(job: Any, position: int, sequence: int) -> bool:
+    """Whether a row and all blocks that it may read exist."""
+    if not (0 <= position < job.max_context and 0 <= sequence < job.num_sequences and position // 16 < job.max_blocks):
+        return False
+    for block in range(max(0, position - job.window + 1) // 16, position // 16 + 1):
+        block_id = get_i32(job.block_table + (sequence * job.max_blocks + block) * 4)
+        if block_id < 0 or block_id >= job.num_blocks:
+            return False
+    return True
 
 
 def _attention_stage(frame: int, control: int, tag: int) -> None:
@@ -134,12 +154,12 @@ def _scratch(job: Any, control: int, tag: int) -> int:
     does not stop the job: those that did stay until all its chunks are done.
     """
     slot = take(control, tag, _MEMORY, job.num_scratches)
-    return job.scratch + slot * job.scratch_bytes if slot >= 0 else 0
+    return int(job.scratch + slot * job.scratch_bytes) if slot >= 0 else 0
 
 
 @compiled
 def _num_token_chunks(job: Any) -> int:
-    return (job.num_tokens + _TOKENS_A_CHUNK - 1) // _TOKENS_A_CHUNK
+    return int(job.num_tokens + _TOKENS_A_CHUNK - 1) // _TOKENS_A_CHUNK
 
 
 @compiled
@@ -168,7 +188,7 @@ def _prepare_row(matrix: Any, x: int, prepared: int, t: int) -> None:
 @compiled
 def _num_block_chunks(matrix: Any) -> int:
     size = blocks_per_chunk(matrix)
-    return (matrix.num_blocks + size - 1) // size
+    return int(matrix.num_blocks + size - 1) // size
 
 
 @compiled
@@ -213,7 +233,9 @@ def _turn_phase(job: Any, control: int, tag: int) -> bool:
 
 
 @compiled
-def _finish_projection(job: Any, row: int, bias: int, norm: int, num_heads: int, position: int, scale: np.float32) -> None:
+def _finish_projection(
+    job: Any, row: int, bias: int, norm: int, num_heads: int, position: int, scale: np.float32
+) -> None:
     """Bias, norm, clip, rotary embedding and scale of all heads of q or k of one token, in place."""
     width = num_heads * job.head_dim
     _add_row(row, bias, width)
@@ -321,7 +343,7 @@ def _attend_shared(job: Any, item: int, split: int, scratch: int) -> None:
 
 @compiled
 def _partial(job: Any, item: int, split: int) -> int:
-    return job.partials + (item * job.num_splits + split) * job.partial_bytes
+    return int(job.partials + (item * job.num_splits + split) * job.partial_bytes)
 
 
 @compiled

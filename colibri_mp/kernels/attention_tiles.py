@@ -1,13 +1,13 @@
 """The two inner loops of attention: scores of 16 positions, and the weighted sum of 16 values, for a few queries at once.
 
-QUERIES query vectors share each load of keys or values (a *group*; the number fits the registers of the instruction set and
-changes no result: every lane of every query has its own chain of operations, in ascending order). Layouts:
+A *group* of W query vectors shares each load of keys or values. W is one of WIDTHS; the largest fills the registers of the
+instruction set. It changes no result: every lane of every query has its own chain of operations, in ascending order. Layouts:
 
-    queries  [head_dim][QUERIES]            packed, so that the next query is 4 bytes away
+    queries  [head_dim][W]                  packed, so that the next query is 4 bytes away
     keys     [head_dim][16 positions]       a tile of the cache, see `kv_cache`
-    scores   [QUERIES][SCORE_STRIDE]        of which a tile is 16 consecutive floats in each row
-    values   [16 positions][16 elements]    one sixteenth part of a head's tile
-    sums     [QUERIES][16 elements]
+    scores   [W][SCORE_STRIDE]              of which a tile is 16 consecutive floats in each row
+    values   [16 positions][16 elements]    one part of a head's tile
+    sums     [W][16 elements]
 
 Both prefetch the tile that comes next into the second-level cache: the tiles of a sequence are scattered, and the processor
 does not guess across pages (measured on Zen 4: 9 GB/s without, 21 with, into the first-level cache 10).
@@ -23,8 +23,8 @@ from colibri_mp.kernels import emit
 from colibri_mp.kernels.emit import F32, I8, I32, I64, LANES, V16F, constant
 from colibri_mp.kernels.jit import intrinsic
 
-QUERIES = 8 if emit.ISA == "avx512_vnni" else 4
-"""Query vectors of a group."""
+WIDTHS = (1, 4, 8) if emit.ISA == "avx512_vnni" else (1, 4)
+"""Queries of a group: the smallest that takes all of a chunk, or the largest, and several groups."""
 
 SPLIT_TOKENS = 512
 """Positions that are scored, exponentiated and summed at a time: part of the order of operations, so never changed at run time."""
@@ -42,9 +42,9 @@ def _prefetch(builder: Any, address: Any) -> None:
     emit.call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, *read_data_into_level_2])
 
 
-def _accumulators(builder: Any) -> list[Any]:
+def _accumulators(builder: Any, width: int) -> list[Any]:
     """Stack places that LLVM turns into registers."""
-    return [cgutils.alloca_once(builder, V16F) for _ in range(QUERIES)]
+    return [cgutils.alloca_once(builder, V16F) for _ in range(width)]  # type: ignore[no-untyped-call]
 
 
 def _accumulate(builder: Any, sums: list[Any], scalars: Any, stride: int, common: Any) -> None:
@@ -55,39 +55,47 @@ def _accumulate(builder: Any, sums: list[Any], scalars: Any, stride: int, common
 
 
 @intrinsic
-def score_tile(typing: Any, queries: Any, keys: Any, scores: Any, head_dim: Any, next_keys: Any) -> Any:
+def score_tile(typing: Any, queries: Any, keys: Any, scores: Any, head_dim: Any, next_keys: Any, width: Any) -> Any:
     """scores[i][0..15] = sum over d of queries[d][i] * keys[d][0..15], d ascending; prefetches head_dim vectors at `next_keys`."""
+    if not isinstance(width, types.IntegerLiteral):
+        return None
+    num_queries = width.literal_value
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        queries, keys, scores, head_dim, next_keys = args
-        sums = _accumulators(builder)
+        queries, keys, scores, head_dim, next_keys = args[:5]
+        sums = _accumulators(builder, num_queries)
         for place in sums:
             builder.store(constant(V16F, 0.0), place)
         with cgutils.for_range(builder, builder.sdiv(head_dim, constant(I64, _UNROLL)), intp=I64) as loop:
             row = builder.mul(loop.index, constant(I64, _UNROLL * _VECTOR_BYTES))
-            query = builder.add(queries, builder.mul(loop.index, constant(I64, _UNROLL * QUERIES * 4)))
+            query = builder.add(queries, builder.mul(loop.index, constant(I64, _UNROLL * num_queries * 4)))
             for step in range(_UNROLL):
                 here = emit.offset(builder, row, step * _VECTOR_BYTES)
                 key = emit.load(builder, builder.add(keys, here), V16F, 64)
                 _prefetch(builder, builder.add(next_keys, here))
-                _accumulate(builder, sums, emit.offset(builder, query, step * QUERIES * 4), 4, key)
+                _accumulate(builder, sums, emit.offset(builder, query, step * num_queries * 4), 4, key)
         for i, place in enumerate(sums):
             emit.store(builder, builder.load(place), emit.offset(builder, scores, i * SCORE_STRIDE * 4), 64)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 5), generate
+    return types.void(*[types.int64] * 5, width), generate
 
 
 @intrinsic
-def mix_tile(typing: Any, weights: Any, values: Any, sums: Any, num_positions: Any, next_values: Any) -> Any:
+def mix_tile(
+    typing: Any, weights: Any, values: Any, sums: Any, num_positions: Any, next_values: Any, width: Any
+) -> Any:
     """sums[i][0..15] += sum over positions p of weights[i][p] * values[p][0..15], p ascending, below num_positions (1..16).
 
     `weights` are scores that were exponentiated, with the same strides. Prefetches 16 vectors at `next_values`.
     """
+    if not isinstance(width, types.IntegerLiteral):
+        return None
+    num_queries = width.literal_value
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        weights, values, sums, num_positions, next_values = args
-        places = _accumulators(builder)
+        weights, values, sums, num_positions, next_values = args[:5]
+        places = _accumulators(builder, num_queries)
         for i, place in enumerate(places):
             builder.store(emit.load(builder, emit.offset(builder, sums, i * _VECTOR_BYTES), V16F, 64), place)
 
@@ -108,4 +116,4 @@ def mix_tile(typing: Any, weights: Any, values: Any, sums: Any, num_positions: A
             emit.store(builder, builder.load(place), emit.offset(builder, sums, i * _VECTOR_BYTES), 64)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 5), generate
+    return types.void(*[types.int64] * 5, width), generate

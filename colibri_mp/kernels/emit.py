@@ -12,7 +12,14 @@ from numba.core import cgutils
 from colibri_mp.kernels import isa
 
 LANES = 16
-I8, I16, I32, I64, F16, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.HalfType(), ir.FloatType()
+I8, I16, I32, I64, F16, F32 = (
+    ir.IntType(8),
+    ir.IntType(16),
+    ir.IntType(32),
+    ir.IntType(64),
+    ir.HalfType(),
+    ir.FloatType(),
+)
 ISA = isa.current().value
 HAS_FMA = ISA != "generic"
 

@@ -6,10 +6,9 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from colibri_mp.formats import ELEMENT_BYTES
 from colibri_mp.kernels import emit, layout
-from colibri_mp.kernels.emit import F32, I16, V16F, constant, load, vector
-from colibri_mp.kernels.jit import compiled, intrinsic
+from colibri_mp.kernels.emit import F32, I16, I32, constant, load
+from colibri_mp.kernels.jit import compiled, operation
 from colibri_mp.kernels.layout import PackedMatrix
 from colibri_mp.kernels.vectors import get_u8
 
@@ -17,20 +16,14 @@ _BF16, _F16, _F32 = 0, 1, 2
 _ELEMENT_KINDS = {"bf16": _BF16, "f16": _F16, "f32": _F32}
 
 
-@intrinsic
-def _element(typing: Any, address: Any, kind: Any) -> Any:
+@operation(types.float32, types.int64, num_literals=1)
+def _element(builder: Any, address: Any, kind: int) -> Any:
     """The bf16, f16 or f32 at an address, as float32."""
-    if not isinstance(kind, types.IntegerLiteral):
-        return None
-    convert = {_BF16: emit.bf16_to_f32, _F16: emit.f16_to_f32}.get(kind.literal_value)
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        if convert is None:
-            return load(builder, args[0], F32)
-        bits = emit.splat(builder, load(builder, args[0], I16, align=2))
-        return builder.extract_element(convert(builder, bits), constant(emit.I32, 0))
-
-    return types.float32(types.int64, kind), generate
+    if kind == _F32:
+        return load(builder, address, F32)
+    bits = emit.splat(builder, load(builder, address, I16, align=2))
+    convert = emit.bf16_to_f32 if kind == _BF16 else emit.f16_to_f32
+    return builder.extract_element(convert(builder, bits), constant(I32, 0))
 
 
 @compiled
@@ -80,7 +73,7 @@ def _gather(data: int, block_bytes: int, bits: int, group: int, kind: int, row_i
 def gather(matrix: PackedMatrix, row_ids: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> None:
     """See `layout.gather_rows`."""
     element = matrix.format.scale or matrix.format.kind
-    assert element in ELEMENT_BYTES and row_ids.dtype == np.int32
+    assert row_ids.dtype == np.int32
     block_bytes = layout.geometry(matrix.format, matrix.cols).block_bytes
     bits, group = layout.code_bits(matrix.format), matrix.format.group_size
     _gather(matrix.data.ctypes.data, block_bytes, bits, group, _ELEMENT_KINDS[element], row_ids, out)

@@ -76,7 +76,11 @@ def current() -> Isa:
     best, wanted = _detect(), os.environ.get("COLIBRI_ISA", "")
     if not wanted:
         return best
-    possible = {"avx512_vnni": ("avx512_vnni", "avx2", "generic"), "avx2": ("avx2", "generic"), "neon_dot": ("neon_dot", "generic")}
+    possible = {
+        "avx512_vnni": ("avx512_vnni", "avx2", "generic"),
+        "avx2": ("avx2", "generic"),
+        "neon_dot": ("neon_dot", "generic"),
+    }
     allowed = possible.get(best.value, ("generic",))
     if wanted not in allowed:
         raise ConfigError(f"COLIBRI_ISA={wanted} cannot be used here ({best.reason}); possible: {', '.join(allowed)}")
@@ -133,7 +137,9 @@ def prepare_cache() -> CacheFolder:
         reason = f"{folder.path} cannot be written"
         folder = CacheFolder(temporary / name, reason)
         if not (_make_writable(temporary) and temporary.stat().st_mode & 0o077 == 0 and _make_writable(folder.path)):
-            folder = CacheFolder(Path(tempfile.mkdtemp(prefix="colibri-mp-")), f"{reason}, nor {temporary}; used by this process only")
+            folder = CacheFolder(
+                Path(tempfile.mkdtemp(prefix="colibri-mp-")), f"{reason}, nor {temporary}; used by this process only"
+            )
     os.environ["NUMBA_CACHE_DIR"] = str(folder.path)
     if "numba" in sys.modules:  # it has read its environment already
         sys.modules["numba"].config.CACHE_DIR = str(folder.path)

@@ -4,21 +4,29 @@
 - `Native`: a function with int64 arguments and no result, compiled by itself and called *by address*. Stages and
   tile kernels are of this kind: a stage holds the addresses of the kernels for its weight formats, so that it is compiled
   once, and each format once, whatever their combinations.
-- `intrinsic`: emits LLVM by hand. Keep those at module level and polymorphic over literal ints (`prefer_literal=True`):
-  captured in a closure they would give numba an unstable cache key, and every process would compile again. Closures over ints are fine.
+- `operation`: emits LLVM instructions by hand (numba calls it an intrinsic). Keep operations at module level: captured in a
+  closure they would give numba an unstable cache key, and every process would compile again. Closures over ints are fine.
 
 All code: no fast-math (one order of float operations), numpy's rules for division, no bounds checks, cached in `isa.prepare_cache()`.
+
+A function is compiled anew for every *literal* int that compiled code calls it with; constants that are passed on are
+therefore best written as `fixed(3)`.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
 import numba
 import numba.extending
+import numpy as np
 from numba import types
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+carray: Any = numba.carray  # type: ignore[attr-defined]  # numba exports it without saying so
+"""carray(pointer, shape): an array over memory, inside compiled code; see the `pointer_*` in `vectors`."""
 
 
 def compiled(function: F) -> F:
@@ -27,9 +35,45 @@ def compiled(function: F) -> F:
     return cast(F, decorator(function))
 
 
+def fixed(number: int) -> int:
+    """A module-level constant that numba takes for a plain int64 and not for a literal."""
+    return cast(int, np.int64(number))
+
+
 def intrinsic(function: Callable[..., Any]) -> Any:
-    """numba's `intrinsic`, with literal ints kept as such."""
+    """numba's `intrinsic`, with literal ints kept as such; for what `operation` cannot say."""
     return numba.extending.intrinsic(prefer_literal=True)(function)
+
+
+def operation(result: Any, *arguments: Any, num_literals: int = 0) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator: make `function(builder, *values)`, which emits LLVM instructions, callable from compiled code.
+
+    result, arguments: numba types; a void operation returns None. The last `num_literals` parameters, after those of `arguments`, are
+    ints that must be known when a caller is compiled (literals, or ints of its closure); the function gets them as Python ints.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        def define(_typing: Any, *kinds: Any) -> Any:
+            literals = kinds[len(arguments) :]
+            if not all(isinstance(kind, types.IntegerLiteral) for kind in literals):
+                return None
+            numbers = [kind.literal_value for kind in literals]
+
+            def generate(context: Any, builder: Any, _sig: Any, values: Any) -> Any:
+                value = function(builder, *values[: len(arguments)], *numbers)
+                return context.get_dummy_value() if value is None else value
+
+            return result(*arguments, *literals), generate
+
+        parameters = list(
+            inspect.signature(function).parameters.values()
+        )  # the builder stands for numba's typing context
+        assert len(parameters) == 1 + len(arguments) + num_literals
+        define.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # numba asks for the signature
+        define.__name__, define.__doc__ = function.__name__, function.__doc__
+        return intrinsic(define)
+
+    return decorate
 
 
 class Native:
@@ -43,16 +87,10 @@ class Native:
 
     @cached_property
     def _callback(self) -> Any:
-        num_args = self._function.__code__.co_argcount
-        signature = types.void(*[types.int64] * num_args)
+        signature = types.void(*[types.int64] * self._function.__code__.co_argcount)
         return numba.cfunc(signature, nopython=True, cache=True, error_model="numpy", boundscheck=False)(self._function)
 
     @property
     def address(self) -> int:
-        """Address of the machine code, valid as long as this object; compiles, or loads from the cache, at first use."""
+        """Address of the machine code, valid as long as this object; compiled, or loaded from the cache, at first use."""
         return int(self._callback.address)
-
-    @property
-    def was_cached(self) -> bool:
-        """Whether the machine code came from the cache (compiles if it must)."""
-        return bool(self._callback.cache_hits)

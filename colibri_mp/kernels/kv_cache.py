@@ -54,6 +54,7 @@ class KVCache:
             raise MemoryPlanError(f"no memory for a KV cache of {4 * int(np.prod(shape))} bytes") from error
         start = -self._memory.ctypes.data % 64
         self.tiles: F32Array = self._memory[start : start + 4 * int(np.prod(shape))].view(np.float32).reshape(shape)
+        self._address, self._layer_bytes = int(self.tiles.ctypes.data), self.tiles.strides[0]
 
     @staticmethod
     def nbytes(num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int) -> int:
@@ -64,6 +65,10 @@ class KVCache:
     def num_tokens(self) -> int:
         """Positions that fit, of all sequences together."""
         return self.num_blocks * BLOCK_TOKENS
+
+    def address(self, layer_idx: int) -> int:
+        """Address of a layer's first tile, for compiled code; valid as long as this object."""
+        return self._address + layer_idx * self._layer_bytes
 
     def write(self, layer_idx: int, block_ids: Any, start: int, keys: F32Array, values: F32Array) -> None:
         """Store keys and values, float32 [n, num_kv_heads, head_dim], at the positions from `start` on. Plain numpy, for tests."""

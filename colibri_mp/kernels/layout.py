@@ -77,7 +77,9 @@ class PackedMatrix:
 
     def __post_init__(self) -> None:
         expected = packed_bytes(self.format, self.rows, self.cols)
-        assert self.data.nbytes == expected, f"{self.format} [{self.rows}, {self.cols}] takes {expected} bytes, not {self.data.nbytes}"
+        assert self.data.nbytes == expected, (
+            f"{self.format} [{self.rows}, {self.cols}] takes {expected} bytes, not {self.data.nbytes}"
+        )
         assert self.data.ctypes.data % 64 == 0, "packed matrices start at multiples of 64"
 
 
@@ -135,7 +137,7 @@ def gather_rows(matrix: PackedMatrix, row_ids: npt.NDArray[np.int32]) -> npt.NDA
     """
     from colibri_mp.kernels.gathering import gather
 
-    if len(row_ids) and not (0 <= row_ids.min() and row_ids.max() < matrix.rows):
+    if len(row_ids) and not (row_ids.min() >= 0 and row_ids.max() < matrix.rows):
         raise IndexError(f"row ids {row_ids.min()}..{row_ids.max()} of a matrix with {matrix.rows} rows")
     out = np.empty((len(row_ids), matrix.cols), np.float32)
     gather(matrix, row_ids, out)

@@ -5,7 +5,7 @@ For stages that use several matrices (attention, router, experts), inside compil
     FRAME = np.dtype([("q", MATRIX), ("x", np.int64), ...])              # a matrix is a record inside the stage's frame
     frame["q"] = describe(weight, planes)                                 # Python, once; keeps nothing alive: the stage holds `weight`
 
-    prepare_rows(job.q, x, x_stride, prepared, t0, t1)                    # float32 rows -> prepared rows, any range of tokens in any thread
+    prepare_rows(job.q, x, x_stride, prepared, t0, t1)                    # float32 rows -> prepared rows, any tokens in any thread
     multiply_blocks(job.q, b0, b1, xs, ys, num_tokens)                    # 16-row blocks [b0, b1) for the tokens of two address tables
 
 `xs` and `ys` are addresses of int64 [num_tokens]: of each token's prepared row, and of the row its results go to (`row_table` makes them for
@@ -24,7 +24,7 @@ import numpy.typing as npt
 from colibri_mp.kernels import activations, layout
 from colibri_mp.kernels.jit import Native, compiled
 from colibri_mp.kernels.layout import BLOCK_ROWS, PackedMatrix
-from colibri_mp.kernels.team import ThreadTeam, aligned_bytes, barrier, done, take
+from colibri_mp.kernels.team import PHASE_0, PHASE_1, ThreadTeam, aligned_bytes, barrier, done, take
 from colibri_mp.kernels.tiles import TILE_TOKENS, tile_kernels
 from colibri_mp.kernels.vectors import call_native3, call_native5, get_f32, record_at, set_f32
 
@@ -53,13 +53,18 @@ CHUNK_BYTES = 64 * 1024
 
 
 def describe(weight: PackedMatrix, planes: int = DEFAULT_PLANES) -> npt.NDArray[Any]:
-    """The MATRIX record (array of shape (1,)) of a packed matrix; compiles the kernels of its format at first use. The caller keeps `weight` alive."""
+    """The MATRIX record (array of shape (1,)) of a packed matrix, which the caller keeps alive.
+
+    Compiles the kernels of its format at first use.
+    """
     record = describe_format(weight.format, weight.rows, weight.cols, planes)
     record["data"] = weight.data.ctypes.data
     return record
 
 
-def describe_format(matrix_format: layout.Format, rows: int, cols: int, planes: int = DEFAULT_PLANES) -> npt.NDArray[Any]:
+def describe_format(
+    matrix_format: layout.Format, rows: int, cols: int, planes: int = DEFAULT_PLANES
+) -> npt.NDArray[Any]:
     """As `describe`, for a matrix that has no place yet: `data` is 0 (expert slabs)."""
     sizes = layout.geometry(matrix_format, cols)
     kernels = tile_kernels(matrix_format, planes)
@@ -95,7 +100,9 @@ def _multiply_tile(matrix: Any, kernel: int, data: int, first_block: int, last_b
 
 
 @compiled
-def multiply_blocks_at(matrix: Any, data: int, first_block: int, last_block: int, xs: int, ys: int, num_tokens: int) -> None:
+def multiply_blocks_at(
+    matrix: Any, data: int, first_block: int, last_block: int, xs: int, ys: int, num_tokens: int
+) -> None:
     """As `multiply_blocks`, for a matrix of this description whose block 0 is at `data` (an expert in a slab)."""
     t = 0
     while num_tokens - t >= TILE_TOKENS:
@@ -138,25 +145,25 @@ def _linear_stage(frame: int, control: int, tag: int) -> None:
     job = record_at(frame, FRAME)
     weight = job.weight
     num_chunks = (job.num_tokens + _PREPARE_TOKENS - 1) // _PREPARE_TOKENS
-    chunk = take(control, tag, 0, num_chunks)
+    chunk = take(control, tag, PHASE_0, num_chunks)
     while chunk >= 0:
         last = min(job.num_tokens, (chunk + 1) * _PREPARE_TOKENS)
         prepare_rows(weight, job.x, weight.cols * 4, job.prepared, chunk * _PREPARE_TOKENS, last)
-        done(control, 0)
-        chunk = take(control, tag, 0, num_chunks)
-    if not barrier(control, tag, 0, num_chunks):
+        done(control, PHASE_0)
+        chunk = take(control, tag, PHASE_0, num_chunks)
+    if not barrier(control, tag, PHASE_0, num_chunks):
         return
     size = blocks_per_chunk(weight)
     num_chunks = (weight.num_blocks + size - 1) // size
-    chunk = take(control, tag, 1, num_chunks)
+    chunk = take(control, tag, PHASE_1, num_chunks)
     while chunk >= 0:
         first, last = chunk * size, min(weight.num_blocks, (chunk + 1) * size)
         multiply_blocks(weight, first, last, job.xs, job.ys, job.num_tokens)
         if job.bias != 0:
             _add_bias(job.out, job.out_stride, job.num_tokens, job.bias, first * 16, min(weight.rows, last * 16))
-        done(control, 1)
-        chunk = take(control, tag, 1, num_chunks)
-    barrier(control, tag, 1, num_chunks)
+        done(control, PHASE_1)
+        chunk = take(control, tag, PHASE_1, num_chunks)
+    barrier(control, tag, PHASE_1, num_chunks)
 
 
 @compiled
@@ -178,19 +185,23 @@ def linear(
     out: npt.NDArray[np.float32],
     planes: int = DEFAULT_PLANES,
 ) -> None:
-    """out [T, N] = x [T, K] W^T + bias [N], all C-contiguous float32. Allocates its scratch; stages of the model own theirs."""
-    num_tokens, cols = x.shape
-    assert cols == weight.cols and out.shape == (num_tokens, weight.rows), f"x {x.shape}, W [{weight.rows}, {weight.cols}], out {out.shape}"
-    assert x.flags.c_contiguous and out.flags.c_contiguous and x.dtype == out.dtype == np.float32
+    """out [T, N] = x [T, K] W^T + bias [N], all float32. Allocates its scratch: for tests; stages of the model own theirs."""
+    num_tokens, num_outputs = len(x), weight.rows
+    assert x.shape == (num_tokens, weight.cols), f"x {x.shape} for W [{weight.rows}, {weight.cols}]"
+    assert out.shape == (num_tokens, num_outputs), f"out {out.shape} for W [{weight.rows}, {weight.cols}]"
+    assert x.dtype == out.dtype == np.float32
     frame = np.zeros(1, FRAME)
     frame["weight"] = describe(weight, planes)
-    prepared = aligned_bytes(num_tokens * int(frame["weight"]["prepared_bytes"][0]))
-    padded = out if weight.rows % BLOCK_ROWS == 0 else np.empty((num_tokens, layout.num_blocks(weight.rows) * BLOCK_ROWS), np.float32)
-    xs = row_table(prepared.ctypes.data, int(frame["weight"]["prepared_bytes"][0]), num_tokens)
-    ys = row_table(padded.ctypes.data, padded.strides[0], num_tokens)
-    frame["x"], frame["prepared"], frame["xs"], frame["ys"] = x.ctypes.data, prepared.ctypes.data, xs.ctypes.data, ys.ctypes.data
-    frame["out"], frame["out_stride"], frame["num_tokens"] = padded.ctypes.data, padded.strides[0], num_tokens
+    row_bytes = int(frame["weight"]["prepared_bytes"][0])
+    x = np.ascontiguousarray(x)
+    prepared = aligned_bytes(num_tokens * row_bytes)
+    y = np.empty((num_tokens, layout.num_blocks(num_outputs) * BLOCK_ROWS), np.float32)
+    xs, ys = (
+        row_table(rows.ctypes.data, stride, num_tokens) for rows, stride in ((prepared, row_bytes), (y, y.strides[0]))
+    )
+    for name, array in (("x", x), ("prepared", prepared), ("xs", xs), ("ys", ys), ("out", y)):
+        frame[name] = array.ctypes.data
+    frame["out_stride"], frame["num_tokens"] = y.strides[0], num_tokens
     frame["bias"] = 0 if bias is None else bias.ctypes.data
     team.run(LINEAR_STAGE, frame)
-    if padded is not out:
-        out[:] = padded[:, : weight.rows]
+    out[:] = y[:, :num_outputs]

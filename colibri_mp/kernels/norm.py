@@ -51,7 +51,9 @@ def _rms_norm_rows(x: int, weight: int, out: int, num_rows: int, width: int, eps
 
 def rms_norm(x: npt.NDArray[np.float32], weight: npt.NDArray[np.float32], eps: float) -> npt.NDArray[np.float32]:
     """Norm each row of x [T, D] with weight [D]; C-contiguous float32, a new array."""
-    assert x.flags.c_contiguous and weight.shape == x.shape[-1:] and x.dtype == weight.dtype == np.float32
+    assert weight.shape == x.shape[-1:]
+    assert x.flags.c_contiguous
+    assert x.dtype == weight.dtype == np.float32
     out = np.empty_like(x)
     _rms_norm_rows(x.ctypes.data, weight.ctypes.data, out.ctypes.data, x.size // weight.size, weight.size, eps)
     return out

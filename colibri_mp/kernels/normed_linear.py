@@ -1,7 +1,7 @@
 """h = norm(x), y = h W^T in one compiled stage: the head, and the first two phases of the router.
 
-    0  rows of x -> h (RMS norm) -> prepared rows
-    1  blocks of rows of W -> columns of y
+0  rows of x -> h (RMS norm) -> prepared rows
+1  blocks of rows of W -> columns of y
 """
 
 from typing import Any
@@ -17,29 +17,29 @@ from colibri_mp.kernels.team import aligned_bytes, barrier, done, take
 
 F32Array = NDArray[np.float32]
 
+_LINEAR_FIELDS = ("x", "num_rows", "width", "norm_weight", "h", "prepared", "xs", "y", "y_stride", "ys")
+_ROUTER_FIELDS = ("num_experts", "top_k", "renormalise", "probabilities", "ids", "expert_weights")
 FRAME = np.dtype(
     [
         ("weight", MATRIX),
-        *[(name, np.int64) for name in (
-            "x", "num_rows", "width", "norm_weight", "h", "prepared", "xs", "y", "y_stride", "ys",
-            "num_experts", "top_k", "renormalise", "probabilities", "ids", "expert_weights",
-        )],  # fmt: skip
+        *[(name, np.int64) for name in (*_LINEAR_FIELDS, *_ROUTER_FIELDS)],
         ("eps", np.float64),
     ]
-)  # fmt: skip
-"""Addresses, strides in bytes and counts; the second line is the router's."""
+)
+"""Addresses, strides in bytes and counts."""
 
 _ROWS_A_CHUNK = 4
 _SMALL_WORK_BYTES = 256 * 1024
 
 # Not Python ints: `take`, `barrier` and `done` would be compiled anew for each literal.
-_NORM, _MULTIPLY = np.int64(0), np.int64(1)
+_phases: Any = [np.int64(phase) for phase in (0, 1)]
+_NORM, _MULTIPLY = _phases
 
 
 @compiled
 def num_row_chunks(job: Any) -> int:
     """Chunks of a phase that goes over rows."""
-    return (job.num_rows + _ROWS_A_CHUNK - 1) // _ROWS_A_CHUNK
+    return int(job.num_rows + _ROWS_A_CHUNK - 1) // _ROWS_A_CHUNK
 
 
 @compiled
@@ -85,7 +85,13 @@ class NormedLinear:
         self._weight: PackedMatrix | None = None
         self.frame = np.zeros(1, FRAME)
         self.frame["width"], self.frame["eps"], self.frame["y_stride"] = width, norm_eps, self.y.strides[0]
-        for name, buffer in (("h", self.h), ("prepared", self._prepared), ("xs", self._xs), ("y", self.y), ("ys", self._ys)):
+        for name, buffer in (
+            ("h", self.h),
+            ("prepared", self._prepared),
+            ("xs", self._xs),
+            ("y", self.y),
+            ("ys", self._ys),
+        ):
             self.frame[name] = buffer.ctypes.data
 
     @staticmethod
@@ -96,8 +102,11 @@ class NormedLinear:
     def bind(self, x: F32Array, norm: F32Array, weight: PackedMatrix) -> int | None:
         """Point the frame at the rows and weights; returns how many helpers to wake at most (None: all)."""
         num_rows = x.shape[0]
-        assert x.shape == (num_rows, self.width) and 1 <= num_rows <= self.max_rows, f"x is {x.shape}"
-        assert x.dtype == norm.dtype == np.float32 and x.flags.c_contiguous and norm.shape == (self.width,)
+        assert 1 <= num_rows <= self.max_rows
+        assert x.shape == (num_rows, self.width), f"x is {x.shape}"
+        assert norm.shape == (self.width,)
+        assert x.dtype == norm.dtype == np.float32
+        assert x.flags.c_contiguous
         if weight is not self._weight:
             self._bind_weight(weight)
         self.frame["x"], self.frame["num_rows"], self.frame["norm_weight"] = x.ctypes.data, num_rows, norm.ctypes.data

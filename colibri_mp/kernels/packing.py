@@ -6,7 +6,7 @@ their scales) is first rewritten for 16 rows in a scratch buffer.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +15,15 @@ from numba import types
 from colibri_mp.formats import ELEMENT_BYTES, Encoding
 from colibri_mp.kernels import emit, layout, reference
 from colibri_mp.kernels.emit import I16, V16I, constant, load, offset, vector
-from colibri_mp.kernels.jit import compiled, intrinsic
-from colibri_mp.kernels.vectors import get_u8, get_u64, set_f32, set_u64
+from colibri_mp.kernels.jit import Native, compiled, fixed, operation
+from colibri_mp.kernels.vectors import call_native3, copy_bytes, get_u8, get_u64, set_f32, set_u64
 
 WORDS, CODES, HALVES = 0, 1, 2
 """What a word holds: itself | four 8-bit codes, to be put in the order of `layout` | two 16-bit elements, to be separated."""
 _TILE_BYTES = 2048
 """Scratch of `_transpose_block`: 16 vectors, then 16 padded rows of 64 bytes."""
+_NO_TABLE = np.zeros(0, np.uint8)
+_ONE, _FOUR, _ANY = fixed(1), fixed(4), fixed(0)
 
 
 def _transpose(builder: Any, rows: list[Any]) -> list[Any]:
@@ -61,50 +63,61 @@ def _separate_halves(builder: Any, words: list[Any]) -> list[Any]:
     separated = []
     for word in words:
         halves = builder.bitcast(word, vector(I16, 32))
-        separated.append(builder.bitcast(emit.shuffle(builder, halves, halves, [*range(0, 32, 2), *range(1, 32, 2)]), V16I))
+        separated.append(
+            builder.bitcast(emit.shuffle(builder, halves, halves, [*range(0, 32, 2), *range(1, 32, 2)]), V16I)
+        )
     return separated
 
 
-@intrinsic
-def _transpose_tile(typing: Any, source: Any, row_stride: Any, target: Any, content: Any) -> Any:
+@operation(types.void, *[types.int64] * 3, num_literals=1)
+def _transpose_tile(builder: Any, source: Any, row_stride: Any, target: Any, content: int) -> None:
     """64 bytes of each of 16 rows -> 16 vectors of 64 bytes at `target`, by `content`."""
-    if not isinstance(content, types.IntegerLiteral):
-        return None
-    change = {WORDS: lambda builder, words: words, CODES: _reorder_codes, HALVES: _separate_halves}[content.literal_value]
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        rows, at = [], args[0]
-        for _ in range(16):
-            rows.append(load(builder, at, V16I, align=1))
-            at = builder.add(at, args[1])
-        for i, word in enumerate(change(builder, _transpose(builder, rows))):
-            emit.store(builder, word, offset(builder, args[2], 64 * i), align=16)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3, content), generate
+    rows = []
+    for _ in range(16):
+        rows.append(load(builder, source, V16I, align=1))
+        source = builder.add(source, row_stride)
+    words = _transpose(builder, rows)
+    if content != WORDS:
+        words = (_reorder_codes if content == CODES else _separate_halves)(builder, words)
+    for i, word in enumerate(words):
+        emit.store(builder, word, offset(builder, target, 64 * i), align=16)
 
 
-@intrinsic
-def _copy(typing: Any, source: Any, target: Any, num_bytes: Any) -> Any:
-    """memcpy between addresses."""
+def _make_transpose(content: int) -> Native:
+    def transpose(source: int, row_stride: int, target: int) -> None:
+        _transpose_tile(source, row_stride, target, content)
 
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        emit.copy(builder, args[0], args[1], args[2])
-        return context.get_dummy_value()
+    return Native(transpose)
 
-    return types.void(*[types.int64] * 3), generate
+
+class _Content(NamedTuple):
+    """What the words of a part hold: how to transpose them, and bytes of a vector of 16 elements."""
+
+    transpose: Native
+    vector_bytes: int
+
+    def arguments(self) -> tuple[int, int]:
+        return self.transpose.address, self.vector_bytes
+
+
+_WORDS, _CODES, _HALVES = (
+    _Content(_make_transpose(content), size) for content, size in ((WORDS, 64), (CODES, 64), (HALVES, 32))
+)
+_ELEMENTS = {2: _HALVES, 4: _WORDS}
 
 
 @compiled
-def _deal(tile: int, first: int, count: int, target: int, vector_bytes: int, per_record: int, record_bytes: int) -> None:
+def _deal(
+    tile: int, first: int, count: int, target: int, vector_bytes: int, per_record: int, record_bytes: int
+) -> None:
     """Vectors `first` .. of a part to their places: `per_record` of them in each record."""
     record, within = first // per_record, first % per_record
     for i in range(count):
         place = target + record * record_bytes + within * vector_bytes
         if vector_bytes == 64:
-            _copy(tile + i * 64, place, 64)
+            copy_bytes(tile + i * 64, place, 64)
         else:
-            _copy(tile + i * 32, place, 32)
+            copy_bytes(tile + i * 32, place, 32)
         within += 1
         if within == per_record:
             record, within = record + 1, 0
@@ -112,10 +125,18 @@ def _deal(tile: int, first: int, count: int, target: int, vector_bytes: int, per
 
 @compiled
 def _transpose_block(
-    source: int, row_stride: int, row_bytes: int, num_rows: int, target: int, content: int, per_record: int, record_bytes: int, tile: int
+    source: int,
+    row_stride: int,
+    row_bytes: int,
+    num_rows: int,
+    target: int,
+    content: Any,
+    per_record: int,
+    record_bytes: int,
+    tile: int,
 ) -> None:
-    """One part of up to 16 rows into the records at `target`; `tile` is 2048 bytes of scratch (16 vectors, then a padded source)."""
-    vector_bytes = 32 if content == HALVES else 64
+    """One part of up to 16 rows into the records at `target`. content: see `_Content.arguments`; tile: _TILE_BYTES of scratch."""
+    transpose, vector_bytes = content
     padded = tile + 1024
     for start in range(0, row_bytes, 64):
         at, stride, used = source + start, row_stride, min(64, row_bytes - start)
@@ -123,29 +144,27 @@ def _transpose_block(
             for i in range(128):
                 set_u64(padded + 8 * i, np.uint64(0))
             for row in range(num_rows):
-                _copy(source + row * row_stride + start, padded + 64 * row, used)
+                copy_bytes(source + row * row_stride + start, padded + 64 * row, used)
             at, stride = padded, 64
-        if content == WORDS:
-            _transpose_tile(at, stride, tile, WORDS)
-        elif content == CODES:
-            _transpose_tile(at, stride, tile, CODES)
-        else:
-            _transpose_tile(at, stride, tile, HALVES)
-        count = used * 16 // vector_bytes
-        _deal(tile, start * 16 // vector_bytes, count, target, vector_bytes, per_record, record_bytes)
+        call_native3(transpose, at, stride, tile)
+        _deal(
+            tile, start * 16 // vector_bytes, used * 16 // vector_bytes, target, vector_bytes, per_record, record_bytes
+        )
 
 
 @compiled
-def _pack_dense(source: int, rows: int, cols: int, element_bytes: int, target: int, block_bytes: int, tile: int) -> None:
-    content = WORDS if element_bytes == 4 else HALVES
-    row_bytes = cols * element_bytes
-    padded_cols = block_bytes // (16 * element_bytes)
+def _pack_dense(
+    source: int, rows: int, cols: int, element_bytes: int, content: Any, target: int, block_bytes: int, tile: int
+) -> None:
+    row_bytes, column_bytes = cols * element_bytes, 16 * element_bytes
     for block in range((rows + 15) // 16):
         place = target + block * block_bytes
-        for i in range((padded_cols - cols) * 16 * element_bytes // 8):
-            set_u64(place + cols * 16 * element_bytes + 8 * i, np.uint64(0))
+        for i in range(cols * column_bytes, block_bytes, 8):  # columns of padding
+            set_u64(place + i, np.uint64(0))
         num_rows = min(16, rows - 16 * block)
-        _transpose_block(source + 16 * block * row_bytes, row_bytes, row_bytes, num_rows, place, content, 1 << 40, 0, tile)
+        _transpose_block(
+            source + 16 * block * row_bytes, row_bytes, row_bytes, num_rows, place, content, cols, _ANY, tile
+        )
 
 
 @compiled
@@ -166,7 +185,9 @@ def _spread(fields: Any, bits: Any) -> Any:
 
 
 @compiled
-def _widen_rows(source: int, end: int, row_bytes: int, num_rows: int, cols: int, bits: int, table: Any, target: int) -> None:
+def _widen_rows(
+    source: int, end: int, row_bytes: int, num_rows: int, cols: int, bits: int, table: Any, target: int
+) -> None:
     """Codes of `bits` bits of some rows -> bytes, through `table` (uint8 [256]; empty: as they are). Reads nothing from `end` on."""
     wide = np.uint64(bits)
     keep = (np.uint64(1) << np.uint64(8 * bits)) - np.uint64(1)
@@ -193,62 +214,73 @@ def _widen_rows(source: int, end: int, row_bytes: int, num_rows: int, cols: int,
 
 @compiled
 def _pack_affine(
-    parts: Any, rows: int, cols: int, bits: int, group: int, scale_bytes: int, target: int, record_bytes: int, scratch: int
+    parts: Any,
+    rows: int,
+    cols: int,
+    bits: int,
+    group: int,
+    scale_bytes: int,
+    contents: Any,
+    target: int,
+    record_bytes: int,
+    scratch: int,
 ) -> None:
-    """parts: addresses of weight, its end, scales, biases; scratch: _TILE_BYTES, then 16 * cols bytes for codes that are widened."""
+    """parts: addresses of weight, its end, scales, biases; contents: of words and scales; scratch: _TILE_BYTES, then 16 * cols bytes."""
     weight, end, scales, biases = parts
-    code_bits = 4 if bits == 4 else 8
-    widened = scratch + _TILE_BYTES
-    table = np.empty(0, np.uint8)
+    words, factors = contents
     row_bytes, groups = cols * bits // 8, cols // group
-    words, scale_content = group * code_bits // 32, WORDS if scale_bytes == 4 else HALVES
-    scales_at = words * 64
+    num_words = group * (4 if bits == 4 else 8) // 32
+    scale_row = groups * scale_bytes
     for block in range((rows + 15) // 16):
-        place = target + block * groups * record_bytes
-        num_rows = min(16, rows - 16 * block)
-        first = weight + 16 * block * row_bytes
-        if bits == 4:
-            _transpose_block(first, row_bytes, row_bytes, num_rows, place, WORDS, words, record_bytes, scratch)
-        elif bits == 8:
-            _transpose_block(first, row_bytes, row_bytes, num_rows, place, CODES, words, record_bytes, scratch)
-        else:
-            _widen_rows(first, end, row_bytes, num_rows, cols, bits, table, widened)
-            _transpose_block(widened, cols, cols, num_rows, place, CODES, words, record_bytes, scratch)
-        scale_row = groups * scale_bytes
-        skip = 16 * block * scale_row
-        place += scales_at
-        _transpose_block(scales + skip, scale_row, scale_row, num_rows, place, scale_content, 1, record_bytes, scratch)
+        place, num_rows = target + block * groups * record_bytes, min(16, rows - 16 * block)
+        at, stride = weight + 16 * block * row_bytes, row_bytes
+        if bits not in (4, 8):
+            _widen_rows(at, end, row_bytes, num_rows, cols, bits, _NO_TABLE, scratch + _TILE_BYTES)
+            at, stride = scratch + _TILE_BYTES, cols
+        _transpose_block(at, stride, stride, num_rows, place, words, num_words, record_bytes, scratch)
+        place, skip = place + num_words * 64, 16 * block * scale_row
+        _transpose_block(scales + skip, scale_row, scale_row, num_rows, place, factors, _ONE, record_bytes, scratch)
         place += 16 * scale_bytes
-        _transpose_block(biases + skip, scale_row, scale_row, num_rows, place, scale_content, 1, record_bytes, scratch)
+        _transpose_block(biases + skip, scale_row, scale_row, num_rows, place, factors, _ONE, record_bytes, scratch)
 
 
 @compiled
 def _pack_fp4(
-    parts: Any, rows: int, cols: int, group: int, codes: Any, scale_values: Any, target: int, record_bytes: int, scratch: int
+    parts: Any,
+    rows: int,
+    cols: int,
+    group: int,
+    values: Any,
+    scale_values: Any,
+    contents: Any,
+    target: int,
+    record_bytes: int,
+    scratch: int,
 ) -> None:
-    """FP4 codes -> bytes 2 * value + 12; scale = half of `scale_values[stored]`, bias = -12 scale."""
+    """FP4 codes -> bytes 2 * value + 12 (`values`); scale = half of `scale_values[stored]`, bias = -12 scale."""
     weight, end, scales = parts
+    codes, factors = contents
     row_bytes, groups = cols // 2, cols // group
     widened = scratch + _TILE_BYTES
     halves, offsets = widened + 16 * cols, widened + 16 * cols + 64 * groups  # float32 [16, groups] each
-    words = group // 4
+    num_words, row_factors = group // 4, 4 * groups
     for block in range((rows + 15) // 16):
-        place = target + block * groups * record_bytes
-        num_rows = min(16, rows - 16 * block)
-        _widen_rows(weight + 16 * block * row_bytes, end, row_bytes, num_rows, cols, 4, codes, widened)
-        _transpose_block(widened, cols, cols, num_rows, place, CODES, words, record_bytes, scratch)
-        for row in range(num_rows):
-            for g in range(groups):
-                factor = scale_values[get_u8(scales + (16 * block + row) * groups + g)] * np.float32(0.5)
-                set_f32(halves + 4 * (row * groups + g), factor)
-                set_f32(offsets + 4 * (row * groups + g), np.float32(-12.0) * factor)
-        place += words * 64
-        _transpose_block(halves, 4 * groups, 4 * groups, num_rows, place, WORDS, 1, record_bytes, scratch)
-        _transpose_block(offsets, 4 * groups, 4 * groups, num_rows, place + 64, WORDS, 1, record_bytes, scratch)
+        place, num_rows = target + block * groups * record_bytes, min(16, rows - 16 * block)
+        _widen_rows(weight + 16 * block * row_bytes, end, row_bytes, num_rows, cols, _FOUR, values, widened)
+        _transpose_block(widened, cols, cols, num_rows, place, codes, num_words, record_bytes, scratch)
+        for i in range(num_rows * groups):
+            factor = scale_values[get_u8(scales + 16 * block * groups + i)] * np.float32(0.5)
+            set_f32(halves + 4 * i, factor)
+            set_f32(offsets + 4 * i, np.float32(-12.0) * factor)
+        place += num_words * 64
+        _transpose_block(halves, row_factors, row_factors, num_rows, place, factors, _ONE, record_bytes, scratch)
+        _transpose_block(offsets, row_factors, row_factors, num_rows, place + 64, factors, _ONE, record_bytes, scratch)
 
 
 @compiled
-def _decode_fp8(weight: int, scales: int, rows: int, cols: int, group: int, values: Any, scale_values: Any, out: int) -> None:
+def _decode_fp8(
+    weight: int, scales: int, rows: int, cols: int, group: int, values: Any, scale_values: Any, out: int
+) -> None:
     groups = cols // group
     for row in range(rows):
         for g in range(groups):
@@ -259,15 +291,26 @@ def _decode_fp8(weight: int, scales: int, rows: int, cols: int, group: int, valu
 
 @compiled
 def _pack_fp8(
-    parts: Any, rows: int, cols: int, group: int, values: Any, scale_values: Any, target: int, block_bytes: int, scratch: int
+    parts: Any,
+    rows: int,
+    cols: int,
+    group: int,
+    values: Any,
+    scale_values: Any,
+    content: Any,
+    target: int,
+    block_bytes: int,
+    scratch: int,
 ) -> None:
     weight, _, scales = parts
     decoded = scratch + _TILE_BYTES  # float32 [16, cols]
     for block in range((rows + 15) // 16):
         num_rows = min(16, rows - 16 * block)
         skip = 16 * block
-        _decode_fp8(weight + skip * cols, scales + skip * (cols // group), num_rows, cols, group, values, scale_values, decoded)
-        _pack_dense(decoded, num_rows, cols, 4, target + block * block_bytes, block_bytes, scratch)
+        _decode_fp8(
+            weight + skip * cols, scales + skip * (cols // group), num_rows, cols, group, values, scale_values, decoded
+        )
+        _pack_dense(decoded, num_rows, cols, _FOUR, content, target + block * block_bytes, block_bytes, scratch)
 
 
 def _addresses(parts: Sequence[npt.NDArray[np.uint8]]) -> tuple[int, ...]:
@@ -281,16 +324,27 @@ def pack_parts(
     """See `layout.pack`."""
     sizes = layout.geometry(encoding.format, cols)
     where, target = _addresses(parts), out.ctypes.data
-    buffer = np.empty(_TILE_BYTES + 16 * cols * 4 + 64, np.uint8)  # widest: float32 rows of mxfp8; FP4: codes and factors of groups of 16
+    buffer = np.empty(
+        _TILE_BYTES + 16 * cols * 4 + 64, np.uint8
+    )  # widest: float32 rows of mxfp8; FP4: codes and factors of groups of 16
     scratch = buffer.ctypes.data + 63 & -64
     match encoding.kind:
         case "bf16" | "f16" | "f32":
-            _pack_dense(where[0], rows, cols, ELEMENT_BYTES[encoding.kind], target, sizes.block_bytes, scratch)
+            element = ELEMENT_BYTES[encoding.kind]
+            content = _ELEMENTS[element].arguments()
+            _pack_dense(where[0], rows, cols, element, content, target, sizes.block_bytes, scratch)
         case "affine":
-            element = ELEMENT_BYTES[encoding.scale]
-            _pack_affine(where, rows, cols, encoding.bits, encoding.group_size, element, target, sizes.step_bytes, scratch)
+            element, group = ELEMENT_BYTES[encoding.scale], encoding.group_size
+            contents = (_WORDS if encoding.bits == 4 else _CODES).arguments(), _ELEMENTS[element].arguments()
+            _pack_affine(where, rows, cols, encoding.bits, group, element, contents, target, sizes.step_bytes, scratch)
         case "mxfp4" | "nvfp4":
-            scale_values = reference.E8M0 if encoding.kind == "mxfp4" else reference.E4M3
-            _pack_fp4(where, rows, cols, encoding.group_size, reference.FP4_CODES, scale_values, target, sizes.step_bytes, scratch)
+            values, contents = reference.FP4_CODES, (_CODES.arguments(), _WORDS.arguments())
+            factors = reference.E8M0 if encoding.kind == "mxfp4" else reference.E4M3
+            _pack_fp4(
+                where, rows, cols, encoding.group_size, values, factors, contents, target, sizes.step_bytes, scratch
+            )
         case "mxfp8":
-            _pack_fp8(where, rows, cols, encoding.group_size, reference.E4M3, reference.E8M0, target, sizes.block_bytes, scratch)
+            values, factors, content = reference.E4M3, reference.E8M0, _WORDS.arguments()
+            _pack_fp8(
+                where, rows, cols, encoding.group_size, values, factors, content, target, sizes.block_bytes, scratch
+            )

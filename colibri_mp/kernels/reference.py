@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from colibri_mp.formats import ELEMENT_BYTES, Encoding, Format
+from colibri_mp.formats import Encoding, Format
 from colibri_mp.kernels import layout
 
 Bytes = npt.NDArray[np.uint8]
@@ -75,7 +75,9 @@ def unpack(matrix_format: Format, rows: int, cols: int, packed: Bytes) -> Floats
         return np.ascontiguousarray(by_column.transpose(0, 2, 1)).reshape(-1, by_column.shape[1])[:rows, :cols]
     codes_end = layout.BLOCK_ROWS * matrix_format.group_size * bits // 8
     codes = _unpack_codes(blocks[:, :, :codes_end], bits)  # [block, group, row, column]
-    factors = elements(blocks[:, :, codes_end:].reshape(-1), matrix_format.scale).reshape(*blocks.shape[:2], 2, layout.BLOCK_ROWS, 1)
+    factors = elements(blocks[:, :, codes_end:].reshape(-1), matrix_format.scale).reshape(
+        *blocks.shape[:2], 2, layout.BLOCK_ROWS, 1
+    )
     values = codes.astype(np.float32) * factors[:, :, 0] + factors[:, :, 1]
     return np.ascontiguousarray(values.transpose(0, 2, 1, 3)).reshape(-1, cols)[:rows]
 
@@ -106,7 +108,9 @@ def expert(x: Floats, gate: Floats, up: Floats, down: Floats) -> Floats:
     return linear(silu(linear(x, gate)) * linear(x, up), down)
 
 
-def experts(x: Floats, ids: npt.NDArray[np.int32], weights: Floats, matrices: Sequence[tuple[Floats, Floats, Floats]]) -> Floats:
+def experts(
+    x: Floats, ids: npt.NDArray[np.int32], weights: Floats, matrices: Sequence[tuple[Floats, Floats, Floats]]
+) -> Floats:
     """Sum over the chosen experts of weight * expert(x), in ascending id; ids [T, K] < 0 are skipped. matrices[id] = gate, up, down."""
     out = np.zeros_like(x)
     for token in range(len(x)):

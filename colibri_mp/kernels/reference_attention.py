@@ -21,7 +21,7 @@ def rms_norm(x: F32Array, weight: F32Array, eps: float) -> F32Array:
     """x * (mean(x^2) + eps)^-0.5 * weight over the last axis."""
     wide = x.astype(np.float64)
     normed = wide / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + eps) * weight
-    return normed.astype(np.float32)
+    return np.asarray(normed, dtype=np.float32)
 
 
 def linear(x: F32Array, weight: PackedMatrix, bias: F32Array | None = None) -> F32Array:
@@ -63,11 +63,18 @@ def attend(query: F32Array, keys: F32Array, values: F32Array, spec: AttentionSpe
     start = 0 if spec.window is None else max(0, len(keys) - spec.window)
     visible = np.repeat(keys[start:], spec.group_size, axis=1).astype(np.float64)
     weights = softmax(np.einsum("hd,shd->hs", query.astype(np.float64), visible) * spec.scale)
-    return np.einsum("hs,shd->hd", weights, np.repeat(values[start:], spec.group_size, axis=1).astype(np.float64))
+    mixed = np.einsum("hs,shd->hd", weights, np.repeat(values[start:], spec.group_size, axis=1).astype(np.float64))
+    return np.asarray(mixed)
 
 
 def attention(
-    x: F32Array, weights: AttentionWeights, spec: AttentionSpec, tables: RopeTables, kv: KVCache, layer_idx: int, batch: Batch
+    x: F32Array,
+    weights: AttentionWeights,
+    spec: AttentionSpec,
+    tables: RopeTables,
+    kv: KVCache,
+    layer_idx: int,
+    batch: Batch,
 ) -> None:
     """x += attention(norm(x)) in place; stores keys and values in the cache. As `attention.AttentionStage`."""
     h = rms_norm(x, weights.norm, spec.norm_eps)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from colibri_mp.specs import RopeSpec, yarn_mscale
+from colibri_mp.specs import RopeSpec
 
 F32Array = NDArray[np.float32]
 
@@ -28,7 +28,7 @@ class RopeTables:
     @property
     def rotary_dim(self) -> int:
         """Elements of a head that turn."""
-        return 2 * self.cos.shape[1]
+        return 2 * int(self.cos.shape[1])
 
     @staticmethod
     def nbytes_for(rotary_dim: int, max_context: int) -> int:

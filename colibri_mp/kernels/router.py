@@ -8,15 +8,14 @@ Formulas: transformers' `Qwen3MoeTopKRouter` (olmoe and mixtral alike).
 
 from typing import Any
 
-import numba
 import numpy as np
+from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
 from colibri_mp.kernels.jit import Native, compiled
 from colibri_mp.kernels.layout import PackedMatrix, num_blocks
 from colibri_mp.kernels.linear import DEFAULT_PLANES
 from colibri_mp.kernels.normed_linear import FRAME, NormedLinear, multiply_phase, norm_phase, num_row_chunks
-from colibri_mp.kernels.specs import RouterSpec
 from colibri_mp.kernels.team import ThreadTeam, aligned_bytes, barrier, done, take
 from colibri_mp.kernels.vectors import (
     exp16,
@@ -31,11 +30,12 @@ from colibri_mp.kernels.vectors import (
     store16,
     sum16,
 )
+from colibri_mp.specs import RouterSpec
 
 F32Array = NDArray[np.float32]
 I32Array = NDArray[np.int32]
 
-_CHOOSE = np.int64(2)  # not a Python int, see `normed_linear`
+_CHOOSE: Any = np.int64(2)  # not a Python int, see `normed_linear`
 _ROWS_A_CHUNK = 4
 _NO_EXPERT = np.float32(-1e30)
 
@@ -85,9 +85,9 @@ def _softmax(logits: int, probabilities: int, num_experts: int) -> None:
 def _choose(job: Any, row: int) -> None:
     """The top-k experts of a row, in ascending order of id."""
     top_k = job.top_k
-    probabilities = numba.carray(pointer_f32(job.probabilities + row * job.y_stride), job.num_experts)
-    ids = numba.carray(pointer_i32(job.ids + row * top_k * 4), top_k)
-    weights = numba.carray(pointer_f32(job.expert_weights + row * top_k * 4), top_k)
+    probabilities = carray(pointer_f32(job.probabilities + row * job.y_stride), job.num_experts)
+    ids = carray(pointer_i32(job.ids + row * top_k * 4), top_k)
+    weights = carray(pointer_f32(job.expert_weights + row * top_k * 4), top_k)
     _take_largest(probabilities, ids, weights)
     _sort_by_id(ids, weights)
     if job.renormalise != 0:

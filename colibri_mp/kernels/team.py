@@ -6,15 +6,15 @@ A stage is a `jit.Native` function `stage(frame, control, tag)`:
 
     def _stage(frame: int, control: int, tag: int) -> None:
         job = record_at(frame, FRAME)
-        chunk = take(control, tag, 0, job.num_chunks)           # phase 0
+        chunk = take(control, tag, PHASE_0, job.num_chunks)
         while chunk >= 0:
             ...                                                  # this thread alone does this chunk
-            done(control, 0)
-            chunk = take(control, tag, 0, job.num_chunks)
-        if not barrier(control, tag, 0, job.num_chunks):         # all chunks of phase 0 are done; False: the job is over, leave
+            done(control, PHASE_0)
+            chunk = take(control, tag, PHASE_0, job.num_chunks)
+        if not barrier(control, tag, PHASE_0, job.num_chunks):   # all chunks of phase 0 are done; False: the job is over, leave
             return
-        ...                                                      # phase 1 ... up to MAX_PHASES - 1
-        barrier(control, tag, 1, ...)                            # the last phase ends with a barrier too
+        ...                                                      # PHASE_1 ... up to MAX_PHASES - 1
+        barrier(control, tag, PHASE_1, ...)                      # the last phase ends with a barrier too
 
     STAGE = Native(_stage)
     team.run(STAGE, frame)        # frame: a numpy array of FRAME, shape (1,)
@@ -29,12 +29,13 @@ Such a helper may run a stage whose job is over. Three rules make that harmless:
 - before the frame is overwritten all tickets are closed, so that a frame that was read half old, half new meets no open ticket;
 - **a stage must not follow an address of its frame, nor write anything, but for a chunk that `take` gave it** (or a slot of `thread_slot`).
 
-A stage goes through its phases in order, 0 first, each with `take` and then `barrier` (after the last phase too: `run` returns when the caller's
-own call of the stage returns), and every thread with the same numbers of chunks. A phase may have 0 chunks.
+A stage goes through its phases in order, 0 first, each with `take` and then `barrier` (after the last phase too: `run` returns
+when the caller's own call of the stage returns), and every thread with the same numbers of chunks. A phase may have 0 chunks.
 """
 
 import os
 import threading
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -42,10 +43,11 @@ import numpy as np
 import numpy.typing as npt
 
 from colibri_mp.kernels import atomic
-from colibri_mp.kernels.jit import Native, compiled
+from colibri_mp.kernels.jit import Native, compiled, fixed
 from colibri_mp.kernels.vectors import call_native3, get_i64, set_i64
 
 MAX_PHASES = 16
+PHASE_0, PHASE_1, PHASE_2, _SLOTS = (fixed(phase) for phase in (0, 1, 2, MAX_PHASES))
 FRAME_BYTES = 4096
 SPINS_BEFORE_YIELD = 4000
 
@@ -94,7 +96,7 @@ def barrier(control: int, tag: int, phase: int, num_chunks: int) -> bool:
 @compiled
 def thread_slot(control: int, tag: int, num_threads: int) -> int:
     """A number in [0, num_threads) that no other thread of the job has, for scratch memory; ask once. -1: the job is over, leave."""
-    return take(control, tag, MAX_PHASES, num_threads)
+    return take(control, tag, _SLOTS, num_threads)
 
 
 @compiled
@@ -122,7 +124,7 @@ def _run_opened(control: int, stage: int, tag: int) -> None:
 
 @compiled
 def _help(control: int, pipe: int) -> None:
-    """Life of a helper thread: one byte in the pipe is one call to look for a new job. Ends when told to stop, or when the pipe is closed."""
+    """Life of a helper thread: a byte in the pipe is a call to look for a new job. Ends when told to, or when the pipe is closed."""
     last_tag = 0
     while atomic.read(pipe, control + _BYTE, 1) != 0:
         if atomic.load_acquire(control + _STOP) != 0:
@@ -156,7 +158,9 @@ class ThreadTeam:
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._write_fd, False)
         self._helpers = [
-            threading.Thread(target=_help, args=(self._control_address, self._read_fd), name=f"kernels-{i}", daemon=True)
+            threading.Thread(
+                target=_help, args=(self._control_address, self._read_fd), name=f"kernels-{i}", daemon=True
+            )
             for i in range(1, num_threads)
         ]
         for helper in self._helpers:
@@ -168,17 +172,17 @@ class ThreadTeam:
         `max_helpers`: how many to wake at most; 0 for work of a few microseconds, which waking (5-20 us) would only delay.
         """
         words = -(-frame.nbytes // 8)
-        assert words * 8 == frame.nbytes <= FRAME_BYTES, f"frame of {frame.nbytes} bytes: a multiple of 8, at most {FRAME_BYTES}"
+        assert words * 8 == frame.nbytes <= FRAME_BYTES, (
+            f"frame of {frame.nbytes} bytes: a multiple of 8, at most {FRAME_BYTES}"
+        )
         tag = _open_job(self._control_address, stage.address, frame.ctypes.data, words)
         self._wake(len(self._helpers) if max_helpers is None else min(max_helpers, len(self._helpers)))
         _run_opened(self._control_address, stage.address, tag)
 
     def _wake(self, count: int) -> None:
         if count:
-            try:
+            with suppress(BlockingIOError):  # thousands of calls are waiting already
                 os.write(self._write_fd, b"x" * count)
-            except BlockingIOError:  # thousands of calls are waiting already
-                pass
 
     def close(self) -> None:
         """End the helpers and wait for them; may be called twice."""
@@ -194,5 +198,7 @@ class ThreadTeam:
     def __enter__(self) -> "ThreadTeam":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.close()

@@ -6,8 +6,8 @@
         ys         address of int64 [tokens]: where each token's output row starts; the block's 16 results go to ys[t] + y_offset
         num_steps  `Geometry.num_steps`
 
-Quantised weights, instruction sets with integer dot products. With P planes an activation is x = s * (c0 * 256^(P-1) + ... + c[P-1]), bytes c in
-[-128, 127]; for each group, in this order of float operations whatever the tile:
+Quantised weights, instruction sets with integer dot products. With P planes an activation is x = s * (c[0] * 256^(P-1) + ... + c[P-1]),
+bytes c in [-128, 127]; for each group, in this order of float operations whatever the tile:
 
     dot[p] = sum over the group of code * c[p]                                      (int32, exact)
     v      = float(dot[0]) * 65536 + float(dot[1] * 256 + dot[2])                   (P = 3; fused)
@@ -22,7 +22,7 @@ On the generic set, and for dense formats, everything is float32: products with 
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 from numba import types
@@ -31,7 +31,7 @@ from numba.core import cgutils
 from colibri_mp.formats import ELEMENT_BYTES, Format
 from colibri_mp.kernels import emit
 from colibri_mp.kernels.emit import F32, I8, I16, I32, I64, ISA, V16F, V16I, constant, load, offset, splat, vector
-from colibri_mp.kernels.jit import Native, intrinsic
+from colibri_mp.kernels.jit import Native, operation
 from colibri_mp.kernels.layout import DENSE_STEP, code_bits, geometry
 
 USES_PLANES = ISA != "generic"
@@ -55,7 +55,9 @@ def _unit_codes(builder: Any, word: Any, bits: int, shift: int) -> Any:
     return builder.and_(shifted, constant(word.type, 0x0F0F0F0F))
 
 
-def _group_dots_vnni(builder: Any, words: Any, xs: Sequence[Any], bits: int, group: int, planes: int) -> list[list[Any]]:
+def _group_dots_vnni(
+    builder: Any, words: Any, xs: Sequence[Any], bits: int, group: int, planes: int
+) -> list[list[Any]]:
     """dot[token][plane] of one group. Few accumulators would wait for each other: integers may be summed in any order."""
     chains = 2 if len(xs) * planes < 8 else 1
     accs = [[[constant(V16I, 0)] * chains for _ in range(planes)] for _ in xs]
@@ -88,7 +90,9 @@ def _part_dots(builder: Any, passes: Any, new_sums: Callable[[], Any], add: Call
     return sums  # type: ignore[no-any-return]  # LLVM values are untyped
 
 
-def _group_dots_avx2(builder: Any, words: Any, xs: Sequence[Any], bits: int, group: int, planes: int) -> list[list[Any]]:
+def _group_dots_avx2(
+    builder: Any, words: Any, xs: Sequence[Any], bits: int, group: int, planes: int
+) -> list[list[Any]]:
     """dot[token][plane], 8 rows at a time: twice as many tokens fit into the 16 registers."""
     v8i, v16s, v32b = vector(I32, 8), vector(I16, 16), vector(I8, 32)
     halves = []
@@ -111,11 +115,15 @@ def _group_dots_avx2(builder: Any, words: Any, xs: Sequence[Any], bits: int, gro
                     wide = emit.call(builder, "llvm.x86.avx2.pmadd.wd", v8i, [value, constant(v16s, 1)])
                     sums[t][plane] = builder.add(sums[t][plane], wide)
 
-        halves.append(_part_dots(builder, _nibble_passes(bits, group), lambda: [[constant(v8i, 0)] * planes for _ in xs], add))
+        halves.append(
+            _part_dots(builder, _nibble_passes(bits, group), lambda: [[constant(v8i, 0)] * planes for _ in xs], add)
+        )
     return [[emit.join(builder, [half[t][p] for half in halves]) for p in range(planes)] for t in range(len(xs))]
 
 
-def _group_dots_neon(builder: Any, words: Any, xs: Sequence[Any], bits: int, group: int, planes: int) -> list[list[Any]]:
+def _group_dots_neon(
+    builder: Any, words: Any, xs: Sequence[Any], bits: int, group: int, planes: int
+) -> list[list[Any]]:
     """dot[token][plane], 4 rows at a time; four activations a load, `sdot` picks one of them."""
     v4i, v16b = vector(I32, 4), vector(I8, 16)
     quarters = []
@@ -136,8 +144,12 @@ def _group_dots_neon(builder: Any, words: Any, xs: Sequence[Any], bits: int, gro
                         arguments = [sums[t][plane], codes, value]
                         sums[t][plane] = emit.call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", v4i, arguments)
 
-        quarters.append(_part_dots(builder, _nibble_passes(bits, group), lambda: [[constant(v4i, 0)] * planes for _ in xs], add))
-    return [[emit.join(builder, [quarter[t][p] for quarter in quarters]) for p in range(planes)] for t in range(len(xs))]
+        quarters.append(
+            _part_dots(builder, _nibble_passes(bits, group), lambda: [[constant(v4i, 0)] * planes for _ in xs], add)
+        )
+    return [
+        [emit.join(builder, [quarter[t][p] for quarter in quarters]) for p in range(planes)] for t in range(len(xs))
+    ]
 
 
 _GROUP_DOTS = {"avx512_vnni": _group_dots_vnni, "avx2": _group_dots_avx2, "neon_dot": _group_dots_neon}
@@ -169,7 +181,9 @@ def _group_dots_float(builder: Any, words: Any, xs: Sequence[Any], bits: int, gr
         shifted = builder.lshr(packed, constant(V16I, shift)) if shift else packed
         code = builder.sitofp(builder.and_(shifted, constant(V16I, 2**bits - 1)), V16F)
         for t, x in enumerate(xs):
-            sums[t] = emit.fma(builder, code, splat(builder, load(builder, offset(builder, x, 4 * column), F32)), sums[t])
+            sums[t] = emit.fma(
+                builder, code, splat(builder, load(builder, offset(builder, x, 4 * column), F32)), sums[t]
+            )
     return sums
 
 
@@ -256,23 +270,17 @@ _KINDS = ("q4", "q8", "bf16", "f16", "f32")
 _SCALES = ("", "bf16", "f16", "f32")
 
 
-@intrinsic
-def _tile(typing: Any, weights: Any, xs: Any, ys: Any, y_offset: Any, num_steps: Any, kind: Any, group_size: Any, scale: Any, planes: Any,
-          num_tokens: Any) -> Any:  # fmt: skip
-    kinds = (kind, group_size, scale, planes, num_tokens)
-    if not all(isinstance(value, types.IntegerLiteral) for value in kinds):
-        return None
-    numbers = [value.literal_value for value in kinds]
-    matrix_format = Format(_KINDS[numbers[0]], numbers[1], _SCALES[numbers[2]])  # type: ignore[arg-type]  # by construction
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        if matrix_format.group_size:
-            _emit_quantised(builder, args, matrix_format, numbers[3], numbers[4])
-        else:
-            _emit_dense(builder, args, matrix_format, numbers[4])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5, *kinds), generate
+@operation(types.void, *[types.int64] * 5, num_literals=5)
+def _tile(
+    builder: Any, weights: Any, xs: Any, ys: Any, y_offset: Any, num_steps: Any,
+    kind: int, group_size: int, scale: int, planes: int, num_tokens: int,
+) -> None:  # fmt: skip
+    matrix_format = Format(_KINDS[kind], group_size, _SCALES[scale])  # type: ignore[arg-type]  # by construction
+    arguments = (weights, xs, ys, y_offset, num_steps)
+    if group_size:
+        _emit_quantised(builder, arguments, matrix_format, planes, num_tokens)
+    else:
+        _emit_dense(builder, arguments, matrix_format, num_tokens)
 
 
 def _make(kind: int, group_size: int, scale: int, planes: int, num_tokens: int) -> Native:
@@ -291,7 +299,7 @@ class TileKernels(NamedTuple):
     """One token."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def tile_kernels(matrix_format: Format, planes: int) -> TileKernels:
     """The kernels of a format; `planes` says nothing for dense formats and on the generic instruction set."""
     kind, scale = _KINDS.index(matrix_format.kind), _SCALES.index(matrix_format.scale)

@@ -14,8 +14,8 @@ from colibri_mp.checkpoint import Checkpoint
 from colibri_mp.checkpoint.matrices import TensorTable
 from colibri_mp.errors import CheckpointError
 from colibri_mp.models.config import ConfigReader
-from colibri_mp.specs import AttentionSpec, RopeSpec, RouterSpec
 from colibri_mp.models.structure import AttentionTensors, DenseSpec, LayerSpec, ModelSpec, MoeSpec
+from colibri_mp.specs import AttentionSpec, RopeSpec, RouterSpec
 
 __all__ = [
     "AttentionSpec",

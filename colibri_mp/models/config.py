@@ -11,6 +11,8 @@ from typing import Any
 from colibri_mp.errors import CheckpointError
 from colibri_mp.specs import RopeSpec, RopeType
 
+_LARGEST = 2**31 - 1
+
 
 class ConfigReader:
     """The fields of config.json (or of an object within it, then `prefix` names it)."""
@@ -24,10 +26,10 @@ class ConfigReader:
         return self._fields.get(name) is not None
 
     def whole(self, *names: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number of at least `least`."""
+        """A whole number from `least` to 2^31 - 1."""
         name, value = self._find(names, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self._wrong(name, value, f"a whole number of at least {least}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LARGEST:
+            raise self._wrong(name, value, f"a whole number from {least} to {_LARGEST}")
         return value
 
     def number(self, *names: str, default: float | None = None) -> float:
@@ -127,6 +129,16 @@ def read_rope(config: ConfigReader, head_dim: int, default_theta: float) -> Rope
         low_freq_factor=parameters.number("low_freq_factor", default=1.0),
         high_freq_factor=parameters.number("high_freq_factor", default=4.0),
     )
+
+
+def read_max_context(config: ConfigReader, rope: RopeSpec) -> int:
+    """Tokens of the longest context: max_position_embeddings, or what rotary scaling makes of the original length."""
+    scaled = rope.factor * rope.original_max_position
+    if not scaled <= _LARGEST:
+        raise CheckpointError(
+            f"config.json: rope factor {rope.factor} makes a context of {scaled:.3g} tokens, which cannot be meant"
+        )
+    return max(config.whole("max_position_embeddings"), int(scaled))
 
 
 def _rope_type(parameters: ConfigReader) -> RopeType:

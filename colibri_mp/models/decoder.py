@@ -10,9 +10,9 @@ from colibri_mp.checkpoint.experts import STANDARD_NAMES, ExpertDims, find_exper
 from colibri_mp.checkpoint.matrices import Shape, TensorTable
 from colibri_mp.checkpoint.safetensors_header import TensorInfo
 from colibri_mp.errors import CheckpointError
-from colibri_mp.models.config import ConfigReader, read_rope
-from colibri_mp.specs import AttentionSpec, QKNorm, RopeSpec, RouterSpec
+from colibri_mp.models.config import ConfigReader, read_max_context, read_rope
 from colibri_mp.models.structure import AttentionTensors, DenseSpec, LayerSpec, ModelSpec, MoeSpec
+from colibri_mp.specs import AttentionSpec, QKNorm, RopeSpec, RouterSpec
 
 BuildMlp = Callable[[TensorTable, int], MoeSpec | DenseSpec]
 
@@ -67,7 +67,7 @@ def read_decoder_config(
         hidden=hidden,
         num_layers=config.whole("num_hidden_layers"),
         vocab_size=config.whole("vocab_size"),
-        max_context=max(config.whole("max_position_embeddings"), int(rope.factor * rope.original_max_position)),
+        max_context=read_max_context(config, rope),
         norm_eps=norm_eps,
         tied=config.flag("tie_word_embeddings", default=False),
         attention=attention,

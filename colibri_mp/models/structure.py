@@ -53,7 +53,8 @@ class DenseSpec:
     @property
     def shape(self) -> "ExpertShape":
         """The packed form that the kernels compute with: a dense block is one expert that every token uses."""
-        from colibri_mp.kernels.layout import ExpertShape  # here, so that reading a checkpoint does not load the kernels
+        # Here, since reading a checkpoint needs no kernels.
+        from colibri_mp.kernels.layout import ExpertShape
 
         formats = (matrix.encoding.format for matrix in (self.gate, self.up, self.down))
         return ExpertShape(self.gate.cols, self.gate.rows, *formats)

@@ -40,11 +40,15 @@ def is_muons(name: str, weight: nn.Parameter) -> bool:
     return weight.ndim > 1 and "embed" not in name and not name.endswith("mlp.gate.weight")
 
 
-def optimizers(model: nn.Module, lr: float, adam_lr: float) -> list[torch.optim.Optimizer]:
+def optimizers(model: nn.Module, lr: float, adam_lr: float, threads: int) -> list[torch.optim.Optimizer]:
+    """A Muon for each thread, of every ``threads``-th matrix, and one AdamW; ``peak_lr`` is what the schedule scales."""
     muons = [w for name, w in model.named_parameters() if is_muons(name, w)]
     rest = [w for name, w in model.named_parameters() if not is_muons(name, w)]
     adam = torch.optim.AdamW(rest, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-    return [Muon(muons, lr, decay=0.1), adam]
+    found = [*(Muon(muons[thread::threads], lr, decay=0.1) for thread in range(threads)), adam]
+    for optimizer in found:
+        optimizer.param_groups[0]["peak_lr"] = optimizer.param_groups[0]["lr"]
+    return found
 
 
 def schedule(step: int, steps: int, decay_steps: int, warmup_steps: int = 100) -> float:

@@ -1,16 +1,18 @@
 """The training loop: fixed seeds, batches and schedule by step number, checkpoints that resume exactly."""
 
 import math
-import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .data import KINDS, Batches, Stream
 from .model import Model, Shape
@@ -39,16 +41,23 @@ class Recipe:
 
 
 class Run:
-    """A model, its optimizers and the number of steps taken."""
+    """A model, its optimizers and the number of steps taken.
+
+    Each thread trains a replica of the model (same weights, own gradients) on its part of the batch with single-threaded
+    operations, and then updates its share of the weights. The threads meet twice a step instead of twice an operation, so
+    a busy machine costs what it takes and no more, and the result does not depend on how a product was split.
+    """
 
     def __init__(self, recipe: Recipe, shape: Shape, data: Path, out: Path) -> None:
         torch.manual_seed(recipe.seed)
-        torch.set_num_threads(recipe.threads)
+        torch.set_num_threads(1)
         self.recipe, self.out, self.step = recipe, out, 0
         self.model = Model(shape)
+        self.replicas = [self.model, *(replica_of(self.model) for _ in range(recipe.threads - 1))]
         self.batches = Batches(data, recipe.seed)
         self.held_out = HeldOut(data)
-        self.optimizers = optimizers(self.model, recipe.lr, recipe.adam_lr)
+        self.optimizers = optimizers(self.model, recipe.lr, recipe.adam_lr, recipe.threads)
+        self.pool = ThreadPoolExecutor(recipe.threads, initializer=torch.set_num_threads, initargs=(1,))
 
     def resume(self) -> None:
         state = torch.load(self.out / "checkpoint.pt", weights_only=True)
@@ -63,30 +72,53 @@ class Run:
         state = {"model": self.model.state_dict(), "optimizers": states, "step": self.step}
         state |= {"shape": asdict(self.model.shape), "recipe": asdict(self.recipe)}
         torch.save(state, self.out / "checkpoint.tmp")
-        os.replace(self.out / "checkpoint.tmp", self.out / "checkpoint.pt")
-
-    def set_rates(self) -> None:
-        factor = schedule(self.step, self.recipe.steps, self.recipe.decay_steps)
-        for optimizer, rate in zip(self.optimizers, (self.recipe.lr, self.recipe.adam_lr), strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = rate * factor
+        (self.out / "checkpoint.tmp").replace(self.out / "checkpoint.pt")
 
     def train_step(self) -> tuple[float, float]:
         """One update; returns (cross entropy in nats per token, mean load-balance loss)."""
         length = self.recipe.length_at(self.step)
         batch = torch.from_numpy(self.batches.batch(self.step, self.recipe.batch_tokens // length, length))
-        self.set_rates()
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = self.model(batch[:, :-1])
-        loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
-        balance = torch.stack([routing.balance for routing in self.model.routings()])
-        (loss + BALANCE_WEIGHT * balance.sum()).backward()
-        torch.nn.utils.clip_grad_norm_(self.optimizers[1].param_groups[0]["params"], 1.0)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        found = list(self.pool.map(self.add_gradients, self.replicas, batch.chunk(self.recipe.threads)))
+        list(self.pool.map(self.update, self.optimizers))
         self.step += 1
+        loss, balance = np.mean(found, axis=0)
+        return float(loss), float(balance)
+
+    def add_gradients(self, model: Model, batch: Tensor) -> tuple[float, float]:
+        """Forward and backward over one thread's part of the batch."""
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(batch[:, :-1])
+        loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+        balance = torch.stack([routing.balance for routing in model.routings()])
+        ((loss + BALANCE_WEIGHT * balance.sum()) / self.recipe.threads).backward()
         return loss.item(), balance.mean().item()
+
+    def update(self, optimizer: Optimizer) -> None:
+        """Sum the replicas' gradients of this optimizer's weights, and take its step."""
+        (group,) = optimizer.param_groups
+        for weight in group["params"]:
+            for copy in self.copies[weight]:
+                weight.grad.add_(copy.grad)
+                copy.grad = None
+        if isinstance(optimizer, torch.optim.AdamW):
+            torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
+        group["lr"] = group["peak_lr"] * schedule(self.step, self.recipe.steps, self.recipe.decay_steps)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    @cached_property
+    def copies(self) -> dict[Tensor, list[Tensor]]:
+        """The other replicas' parameters of each weight."""
+        columns = zip(*(replica.parameters() for replica in self.replicas), strict=True)
+        return {weight: list(others) for weight, *others in columns}
+
+
+def replica_of(model: Model) -> Model:
+    """A model whose weights are the same memory, but which gathers gradients of its own."""
+    replica = Model(model.shape)
+    for own, shared in zip(replica.parameters(), model.parameters(), strict=True):
+        own.data = shared.data
+    return replica
 
 
 class HeldOut:

@@ -1,6 +1,7 @@
 """A worker when disk, memory or itself fail: a named error, a sound pool, and the next step works."""
 
 import errno
+import itertools
 import multiprocessing
 import os
 import signal
@@ -68,6 +69,8 @@ def test_file_truncated_under_way(model: Model) -> None:
 
 def test_disk_that_does_not_answer(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read without end: an error after the deadline; other experts can be used; the late one is resident in the end."""
+    with running(model.config(5)) as worker:
+        run_step(worker, 1, experts_of([0, 1, 2]))  # everything is compiled before deadlines are short
     go_on, held = threading.Event(), threading.Event()
     pack = core.pack
 
@@ -78,7 +81,7 @@ def test_disk_that_does_not_answer(model: Model, monkeypatch: pytest.MonkeyPatch
         pack(*args)
 
     monkeypatch.setattr(core, "pack", hanging)
-    with running(model.config(5, read_timeout_s=0.2)) as worker:
+    with running(model.config(5, read_timeout_s=1.0)) as worker:
         with pytest.raises(ReadError, match=r"layer 1: the disk has not delivered experts \[\d+\] within"):
             run_step(worker, 1, experts_of([0, 1, 2]))
         worker.check_integrity()
@@ -133,17 +136,16 @@ def test_start_that_fails_leaves_nothing(model: Model) -> None:
 
 def die_in_the_middle(config: WorkerConfig) -> None:
     """Body of a spawned process: one step, then death by SIGKILL in the middle of the next one's reads."""
-    worker = Worker(config)
-    run_step(worker, 1, experts_of([0, 1, 2]))
-    pack = worker._streamer._pack
-    count = iter(range(100))
+    pack, num_packed = core.pack, itertools.count()
 
     def deadly(*args: Any) -> None:
-        if next(count) == 3:
+        if next(num_packed) == 3 * 4 + 1:  # the second matrix of the fifth expert
             os.kill(os.getpid(), signal.SIGKILL)
         pack(*args)
 
-    worker._streamer._pack = deadly
+    core.pack = deadly
+    worker = Worker(config)
+    run_step(worker, 1, experts_of([0, 1, 2]))
     run_step(worker, 1, experts_of([5, 6, 7, 8, 9, 10]))
 
 
@@ -165,7 +167,6 @@ def test_killed_worker_comes_back_warm(model: Model) -> None:
         worker.check_integrity()
         result, counters = run_step(worker, 1, batch)
         worker.close()
-    assert resident[:3] == [0, 1, 2]
-    assert len(resident) < 9
-    assert counters.hits == len(set(resident) & {0, 1, 2, 5, 6, 7})
+    assert resident in ([0, 1, 2], [0, 1, 2, 5])  # expert 5 was complete, perhaps not yet marked so
+    assert counters.hits == len(resident)
     assert result.tobytes() == expected.tobytes()

@@ -9,9 +9,9 @@ from colibri_mp.formats import Encoding
 from colibri_mp.kernels.attention import AttentionStage, AttentionWeights, Batch
 from colibri_mp.kernels.kv_cache import KVCache, num_blocks_for
 from colibri_mp.kernels.layout import PackedMatrix, pack, packed_bytes
-from colibri_mp.kernels.rope import RopeSpec, RopeTables, rope_tables
-from colibri_mp.kernels.specs import AttentionSpec
+from colibri_mp.kernels.rope import RopeTables, rope_tables
 from colibri_mp.kernels.team import ThreadTeam, aligned_bytes
+from colibri_mp.specs import AttentionSpec, RopeSpec
 
 F32 = Encoding("f32")
 BF16 = Encoding("bf16")
@@ -89,9 +89,17 @@ class Block:
         return self.rng.standard_normal((num_tokens, self.spec.hidden)).astype(np.float32)
 
 
-def make_block(seed: int = 0, encodings: dict[str, Encoding] | None = None, rotary_dim: int | None = None, **changes: Any) -> Block:
+def make_block(
+    seed: int = 0, encodings: dict[str, Encoding] | None = None, rotary_dim: int | None = None, **changes: Any
+) -> Block:
     """A block of 64 -> 4 heads of 16 over 2 key-value heads, bf16, with changes to the spec."""
-    values: dict[str, Any] = {"hidden": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "norm_eps": 1e-5} | changes
+    values: dict[str, Any] = {
+        "hidden": 64,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "norm_eps": 1e-5,
+    } | changes
     spec = AttentionSpec(scale=values["head_dim"] ** -0.5, **values)
     rng = np.random.default_rng(seed)
     weights = random_weights(rng, spec, encodings or dict.fromkeys("qkvo", BF16))
@@ -105,7 +113,12 @@ def batch_of(rows: list[tuple[int, int]], block_table: np.ndarray) -> Batch:
 
 
 def run_chunked(
-    stage: AttentionStage, block: Block, x: np.ndarray, chunk: int, table: np.ndarray | None = None, kv: KVCache | None = None
+    stage: AttentionStage,
+    block: Block,
+    x: np.ndarray,
+    chunk: int,
+    table: np.ndarray | None = None,
+    kv: KVCache | None = None,
 ) -> np.ndarray:
     """The stage over a prompt x [T, D] in chunks; the outputs [T, D]."""
     table = np.arange(num_blocks_for(len(x))) if table is None else table

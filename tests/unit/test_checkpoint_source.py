@@ -27,19 +27,24 @@ def move_index_entry(weight_map: dict[str, str]) -> None:
     weight_map["model.norm.weight"] = FIRST if weight_map["model.norm.weight"] == SECOND else SECOND
 
 
-def edit_index(change: Callable[[dict[str, str]], object]) -> Callable[[Path], None]:
+def edit_index(change: Callable[[dict[str, str]], object]) -> Callable[[Path], object]:
     """A defect that lies in the index."""
     return lambda folder: edit_json(folder / INDEX_NAME, lambda index: change(index["weight_map"]))
 
 
-def write_text(name: str, text: str) -> Callable[[Path], None]:
+def write_text(name: str, text: str) -> Callable[[Path], object]:
     """A defect that replaces a file's contents."""
-    return lambda folder: (folder / name).write_text(text) and None
+    return lambda folder: (folder / name).write_text(text)
 
 
-def unlink(*names: str) -> Callable[[Path], None]:
+def unlink(*names: str) -> Callable[[Path], object]:
     """A defect that removes files."""
-    return lambda folder: [(folder / name).unlink() for name in names] and None
+
+    def damage(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return damage
 
 
 def other_weights(folder: Path) -> None:
@@ -61,7 +66,7 @@ def tensor_in_two_files(folder: Path) -> None:
     shutil.copy(folder / SECOND, folder / "other.safetensors")
 
 
-DEFECTS: dict[str, tuple[Callable[[Path], None], str]] = {
+DEFECTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (unlink("config.json"), "config.json: no such file"),
     "config cut off": (write_text("config.json", '{"model_type": "qwen3'), "config.json: cannot be read as JSON"),
     "config is a list": (write_text("config.json", "[]"), "config.json: holds a list, not an object"),
@@ -106,7 +111,7 @@ def set_quantisation(folder: Path, **settings: object) -> None:
 
 
 @pytest.mark.parametrize("case", DEFECTS.values(), ids=DEFECTS.keys())
-def test_each_defect_of_a_folder_is_named(tmp_path: Path, case: tuple[Callable[[Path], None], str]) -> None:
+def test_each_defect_of_a_folder_is_named(tmp_path: Path, case: tuple[Callable[[Path], object], str]) -> None:
     """A folder with one thing wrong gives a CheckpointError that says what, when it is opened."""
     damage, message = case
     folder = copy_of("qwen3_moe_fused", tmp_path)
@@ -174,7 +179,10 @@ def test_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "raw"),
-    [("F32", np.float32([1.5, -2.0, np.inf]).tobytes()), ("F16", np.float16([1.5, -2.0, np.inf]).tobytes())],
+    [
+        ("F32", np.array([1.5, -2.0, np.inf], np.float32).tobytes()),
+        ("F16", np.array([1.5, -2.0, np.inf], np.float16).tobytes()),
+    ],
 )
 def test_float_types(dtype: str, raw: bytes) -> None:
     """F32 and F16 become float32 without change."""

@@ -23,11 +23,12 @@ from expert_checkpoint import (
     write,
 )
 
+from colibri_mp.config import IoMode
 from colibri_mp.errors import ReadError
 from colibri_mp.formats import Encoding
 from colibri_mp.kernels.layout import pack
 from colibri_mp.workers import expert_files, read_plan
-from colibri_mp.workers.expert_files import IoMode, aligned_buffer, buffer_bytes
+from colibri_mp.workers.expert_files import aligned_buffer, buffer_bytes
 from colibri_mp.workers.read_plan import ALIGNMENT, GAP_BYTES, LayerPlan
 from colibri_mp.workers.streamer import Landed, Packer, Streamer, scratch_bytes
 

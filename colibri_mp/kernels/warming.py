@@ -1,0 +1,145 @@
+"""Compiles what a model needs, once, before processes are spawned; used as `kernels.warm`.
+
+Each kernel would also be compiled at its first use; but then in every process at once, in the middle of a step, without a
+word. What has been compiled is noted in the cache folder (`isa.prepare_cache`), which is for exactly these sources and this
+machine, so that later calls do nothing.
+
+Compiling is done by running small instances, so that every function is met with the types of real calls.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from colibri_mp.formats import Encoding, Format
+from colibri_mp.kernels import isa
+
+Step = tuple[str, Callable[[], None]]
+
+
+def warm(encodings: Iterable[Encoding], progress: Callable[[str], None], planes: int = 3) -> list[str]:
+    """Compile all stages, and the kernels for the encodings that a model's matrices have; returns the names of what was compiled.
+
+    progress: told before each compilation, e.g. "compiling kernels for avx512_vnni, once: expert FFN". Safe in several
+    processes at once. Later calls return [] within a millisecond.
+    """
+    noted = isa.prepare_cache().path / "compiled"
+    before = set(noted.read_text().splitlines()) if noted.exists() else set()
+    compiled = []
+    for name, compile_step in _steps(sorted(set(encodings), key=str), planes):
+        if name not in before:
+            progress(f"compiling kernels for {isa.current().value}, once: {name}")
+            compile_step()
+            _note(noted, name)
+            compiled.append(name)
+    return compiled
+
+
+def _note(path: Path, name: str) -> None:
+    with path.open("a") as file:
+        file.write(name + "\n")
+
+
+def _steps(encodings: Iterable[Encoding], planes: int) -> Iterator[Step]:
+    for encoding in encodings:
+        yield f"weights {_describe(encoding)}", lambda encoding=encoding: _warm_encoding(encoding)  # type: ignore[misc]  # bound in the loop
+    for matrix_format in sorted({encoding.format for encoding in encodings}):
+        name = f"products with {_name(matrix_format)}, {planes} planes"
+        yield name, lambda matrix_format=matrix_format: _warm_format(matrix_format, planes)  # type: ignore[misc]  # likewise
+    yield "expert FFN", _warm_experts
+    yield "attention", _warm_attention
+    yield "router and head", _warm_router
+
+
+def _name(matrix_format: Format) -> str:
+    return "/".join(str(part) for part in matrix_format if part)
+
+
+def _describe(encoding: Encoding) -> str:
+    return (
+        f"{encoding.kind} {encoding.bits} bit, groups of {encoding.group_size}, {encoding.scale}"
+        if encoding.group_size
+        else encoding.kind
+    )
+
+
+def _warm_encoding(encoding: Encoding) -> None:
+    import numpy as np
+
+    from colibri_mp.kernels import layout
+    from colibri_mp.kernels.team import aligned_bytes
+
+    rows, cols = 16, encoding.group_size or 16
+    parts = [np.zeros(size, np.uint8) for size in encoding.part_bytes(rows, cols)]
+    packed = aligned_bytes(layout.packed_bytes(encoding.format, rows, cols))
+    layout.pack(encoding, rows, cols, parts, packed)
+    layout.gather_rows(layout.PackedMatrix(encoding.format, rows, cols, packed), np.zeros(1, np.int32))
+
+
+def _warm_format(matrix_format: Format, planes: int) -> None:
+    from colibri_mp.kernels.linear import describe_format
+
+    describe_format(matrix_format, 16, matrix_format.group_size or 16, planes)
+
+
+_SMALL = Format("f32")
+"""The format of the small instances: the stages are the same for all."""
+
+
+def _warm_experts() -> None:
+    import numpy as np
+
+    from colibri_mp.kernels.expert import ExpertStage
+    from colibri_mp.kernels.layout import ExpertShape
+    from colibri_mp.kernels.team import ThreadTeam, aligned_bytes
+
+    shape = ExpertShape(16, 16, _SMALL, _SMALL, _SMALL)
+    slab = aligned_bytes(shape.slab_bytes)
+    x, ids, weights = np.zeros((1, 16), np.float32), np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32)
+    with ThreadTeam(2) as team:
+        stage = ExpertStage(team, shape, 1, 1)
+        stage.begin(x, ids, weights)
+        stage.compute(ids[0], np.array([slab.ctypes.data], np.int64))
+        stage.finish(x)
+
+
+def _warm_attention() -> None:
+    import numpy as np
+
+    from colibri_mp.kernels.attention import AttentionStage, AttentionWeights, Batch
+    from colibri_mp.kernels.kv_cache import KVCache
+    from colibri_mp.kernels.layout import PackedMatrix, packed_bytes
+    from colibri_mp.kernels.rope import rope_tables
+    from colibri_mp.kernels.team import ThreadTeam, aligned_bytes
+    from colibri_mp.specs import AttentionSpec, RopeSpec
+
+    spec = AttentionSpec(hidden=16, num_heads=1, num_kv_heads=1, head_dim=16, scale=1.0, norm_eps=1e-6)
+    matrix = PackedMatrix(_SMALL, 16, 16, aligned_bytes(packed_bytes(_SMALL, 16, 16)))
+    weights = AttentionWeights(np.ones(16, np.float32), matrix, matrix, matrix, matrix)
+    zero = np.zeros(1, np.int32)
+    with ThreadTeam(2) as team:
+        stage = AttentionStage(team, spec, rope_tables(RopeSpec(theta=1e4, rotary_dim=16), 16), 1, 16)
+        stage(
+            np.ones((1, 16), np.float32),
+            weights,
+            KVCache(1, 1, 1, 16),
+            0,
+            Batch(zero, zero, np.zeros((1, 1), np.int32)),
+        )
+
+
+def _warm_router() -> None:
+    import numpy as np
+
+    from colibri_mp.kernels.head import HeadStage
+    from colibri_mp.kernels.layout import PackedMatrix, packed_bytes
+    from colibri_mp.kernels.norm import rms_norm
+    from colibri_mp.kernels.router import RouterStage
+    from colibri_mp.kernels.team import ThreadTeam, aligned_bytes
+    from colibri_mp.specs import RouterSpec
+
+    matrix = PackedMatrix(_SMALL, 16, 16, aligned_bytes(packed_bytes(_SMALL, 16, 16)))
+    x, norm = np.ones((1, 16), np.float32), np.ones(16, np.float32)
+    with ThreadTeam(2) as team:
+        RouterStage(team, RouterSpec(16, 1, True), 16, 1e-6, 1)(x, norm, matrix)
+        HeadStage(team, 16, 16, 1e-6, 1)(x, norm, matrix)
+    rms_norm(x, norm, 1e-6)

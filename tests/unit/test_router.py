@@ -1,0 +1,113 @@
+"""The compiled router and head against plain numpy, and their exactness."""
+
+import numpy as np
+import pytest
+from attention_cases import BF16, F32, Q4, Q8, random_matrix
+
+from colibri_mp.errors import CheckpointError
+from colibri_mp.formats import Encoding
+from colibri_mp.kernels import reference_attention as reference
+from colibri_mp.kernels.head import HeadStage
+from colibri_mp.kernels.norm import rms_norm
+from colibri_mp.kernels.router import RouterStage
+from colibri_mp.kernels.team import ThreadTeam
+from colibri_mp.specs import RouterSpec
+
+HIDDEN, TOKENS = 64, 21
+
+
+def rows(seed: int, num_rows: int = TOKENS) -> tuple[np.ndarray, np.ndarray]:
+    """(x [T, D], norm [D])"""
+    rng = np.random.default_rng(seed)
+    norm = 1 + 0.1 * rng.standard_normal(HIDDEN)
+    return rng.standard_normal((num_rows, HIDDEN)).astype(np.float32), norm.astype(np.float32)
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("encoding", [BF16, F32, Q4, Q8], ids=lambda encoding: f"{encoding.kind}{encoding.bits}")
+@pytest.mark.parametrize(("num_experts", "top_k"), [(8, 2), (128, 8), (500, 64), (3, 3)])
+def test_router_equals_the_reference(num_experts: int, top_k: int, encoding: Encoding, renormalise: bool) -> None:
+    """Normed rows, ids and weights are those of plain numpy, ids ascending."""
+    (x, norm), gate = rows(1), random_matrix(np.random.default_rng(2), encoding, num_experts, HIDDEN)
+    spec = RouterSpec(num_experts, top_k, renormalise)
+    with ThreadTeam(2) as team:
+        stage = RouterStage(team, spec, HIDDEN, 1e-6, TOKENS)
+        h, ids, weights = stage(x, norm, gate)
+    want_h, want_ids, want_weights = reference.route(x, norm, gate, spec, 1e-6)
+    assert np.allclose(h, want_h, rtol=0, atol=2e-6)
+    assert np.array_equal(ids, want_ids)
+    assert (np.diff(ids, axis=1) > 0).all()
+    assert np.allclose(weights, want_weights, rtol=1e-5, atol=0)
+    assert np.allclose(stage.logits(TOKENS), reference.linear(want_h, gate), rtol=0, atol=1e-5)
+
+
+def test_ties_go_to_the_lower_id() -> None:
+    """Of equal probabilities the first ones are taken, and weights belong to their ids."""
+    gate_rows = np.zeros((20, HIDDEN), np.float32)
+    gate_rows[[3, 7, 11, 19]] = 1.0 / HIDDEN
+    gate = random_matrix(np.random.default_rng(0), F32, 20, HIDDEN)
+    gate.data.view(np.float32)[:] = (
+        np.pad(gate_rows, ((0, 12), (0, 0))).reshape(2, 16, HIDDEN).transpose(0, 2, 1).reshape(-1)
+    )
+    x, ones = np.ones((1, HIDDEN), np.float32), np.ones(HIDDEN, np.float32)
+    with ThreadTeam(1) as team:
+        for top_k, chosen in ((2, [3, 7]), (4, [3, 7, 11, 19]), (6, [0, 1, 3, 7, 11, 19])):
+            _, ids, weights = RouterStage(team, RouterSpec(20, top_k, False), HIDDEN, 0.0, 1)(x, ones, gate)
+            assert ids[0].tolist() == chosen
+            assert np.allclose(weights[0], [np.exp(float(i in (3, 7, 11, 19))) / (16 + 4 * np.e) for i in chosen])
+
+
+@pytest.mark.parametrize("encoding", [BF16, Q4], ids=["bf16", "q4"])
+def test_router_does_not_depend_on_the_batch(encoding: Encoding) -> None:
+    """One token alone on one thread has the bits that it has among others on two."""
+    (x, norm), gate = rows(3), random_matrix(np.random.default_rng(4), encoding, 40, HIDDEN)
+    with ThreadTeam(1) as one, ThreadTeam(2) as two:
+        together = [
+            part.copy() for part in RouterStage(two, RouterSpec(40, 6, True), HIDDEN, 1e-6, TOKENS)(x, norm, gate)
+        ]
+        stage = RouterStage(one, RouterSpec(40, 6, True), HIDDEN, 1e-6, 1)
+        for t in range(TOKENS):
+            for got, want in zip(stage(x[t : t + 1], norm, gate), together, strict=True):
+                assert np.array_equal(got[0], want[t])
+
+
+@pytest.mark.parametrize(("num_experts", "top_k"), [(8, 0), (8, 9), (513, 8), (512, 65)])
+def test_impossible_routers_are_checkpoint_errors(num_experts: int, top_k: int) -> None:
+    """More experts chosen than there are, none, or more than the kernels take."""
+    with pytest.raises(CheckpointError, match=f"{top_k} of {num_experts}"):
+        RouterSpec(num_experts, top_k, True)
+
+
+@pytest.mark.parametrize("encoding", [BF16, Q4, Q8], ids=lambda encoding: f"{encoding.kind}{encoding.bits}")
+def test_head_equals_the_reference_and_does_not_depend_on_the_batch(encoding: Encoding) -> None:
+    """Logits are those of plain numpy; a row alone has the same bits as among others. 300 rows do not fill whole blocks."""
+    (x, norm), weight = rows(5), random_matrix(np.random.default_rng(6), encoding, 300, HIDDEN)
+    with ThreadTeam(2) as team:
+        stage = HeadStage(team, HIDDEN, 300, 1e-5, TOKENS)
+        logits = stage(x, norm, weight).copy()
+        assert logits.shape == (TOKENS, 300)
+        assert np.allclose(logits, reference.head(x, norm, weight, 1e-5), rtol=0, atol=2e-5)
+        for t in range(0, TOKENS, 5):
+            assert np.array_equal(stage(x[t : t + 1], norm, weight)[0], logits[t])
+
+
+def test_planned_bytes_cover_what_is_allocated() -> None:
+    """The buffers of router and head take no more than their `scratch_bytes`."""
+    spec = RouterSpec(40, 6, True)
+    with ThreadTeam(1) as team:
+        router, head = RouterStage(team, spec, HIDDEN, 1e-6, TOKENS), HeadStage(team, HIDDEN, 300, 1e-6, TOKENS)
+        own = [router._probabilities, router._ids, router._weights]
+        for linear, planned, more in (
+            (router._linear, RouterStage.scratch_bytes(spec, HIDDEN, TOKENS), own),
+            (head._linear, HeadStage.scratch_bytes(HIDDEN, 300, TOKENS), []),
+        ):
+            arrays = [linear.h, linear.y, linear._prepared, linear._xs, linear._ys, *more]
+            assert sum(array.nbytes for array in arrays) <= planned
+
+
+@pytest.mark.parametrize("width", [16, 24, 7, 2048])
+def test_rms_norm_equals_the_reference(width: int) -> None:
+    """Widths that fill no vector included."""
+    rng = np.random.default_rng(width)
+    x, weight = rng.standard_normal((5, width)).astype(np.float32), rng.standard_normal(width).astype(np.float32)
+    assert np.allclose(rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6), rtol=1e-5, atol=1e-6)
