@@ -22,8 +22,10 @@ import numpy as np
 import psutil
 
 from colibri_mp.checkpoint.hub import resolve
-from colibri_mp.checkpoint.source import Checkpoint
+from colibri_mp.checkpoint.source import Bytes, Checkpoint
+from colibri_mp.compiling import Stopping, compile_kernels
 from colibri_mp.config import LaunchConfig
+from colibri_mp.formats import Encoding
 from colibri_mp.kernels.attention import AttentionStage, Batch
 from colibri_mp.kernels.expert import ExpertStage
 from colibri_mp.kernels.head import HeadStage
@@ -38,7 +40,7 @@ from colibri_mp.messages import Floats, StepCounters
 from colibri_mp.models import load_model
 from colibri_mp.models.structure import DenseSpec, ModelSpec, MoeSpec
 from colibri_mp.planner import Plan, make_plan, max_logit_rows
-from colibri_mp.resident import ResidentLayer, ResidentWeights, load_resident
+from colibri_mp.resident import ResidentLayer, load_resident
 from colibri_mp.rundir import ClusterInfo, RunDir
 from colibri_mp.scheduler import Rows
 from colibri_mp.shm.layout import LayerSlots, pool_bytes
@@ -47,10 +49,6 @@ from colibri_mp.supervisor import Supervisor
 from colibri_mp.workers.core import WorkerConfig
 
 _READY_TIMEOUT_S = 120.0
-
-
-class Stopping(Exception):
-    """The cluster is to end: leave what is under way."""
 
 
 class Coordinator:
@@ -65,7 +63,7 @@ class Coordinator:
         self.plan = plan
         self.supervisor = supervisor
         self.notes: tuple[str, ...] = plan.notes
-        self.weights: ResidentWeights
+        self.weights = load_resident(checkpoint, model)
         self.max_context = plan.ctx_tokens
         self.vocab_size = model.vocab_size
         self.max_logit_rows = max_logit_rows(model.vocab_size, plan.prefill_chunk)
@@ -82,8 +80,8 @@ class Coordinator:
         router = next(layer.mlp.router for layer in model.layers if isinstance(layer.mlp, MoeSpec))
         self._router = RouterStage(team, router, model.hidden, model.norm_eps, max_rows)
         self._head = HeadStage(team, model.hidden, model.vocab_size, model.norm_eps, self.max_logit_rows, config.planes)
-        dense = next((layer.mlp for layer in model.layers if isinstance(layer.mlp, DenseSpec)), None)
-        self._dense = ExpertStage(team, dense.shape, max_rows, 1, config.planes) if dense is not None else None
+        dense_shapes = {layer.mlp.shape for layer in model.layers if isinstance(layer.mlp, DenseSpec)}
+        self._dense = {shape: ExpertStage(team, shape, max_rows, 1, config.planes) for shape in dense_shapes}
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
@@ -96,17 +94,17 @@ class Coordinator:
         checkpoint = Checkpoint.open(resolve(config.model, progress))
         model = load_model(checkpoint)
         plan = make_plan(model, config, available_memory())
+        compile_kernels(encodings_of(model), config.planes, progress, should_stop)
         workers = worker_configs(checkpoint, model, plan, config)
         run_dir.describe(ClusterInfo(os.getpid(), str(checkpoint.path), tuple(w.segment_name for w in workers)))
         for worker in workers:
             stack.enter_context(Segment.create(worker.segment_name, pool_bytes(worker.slots)))
         supervisor = Supervisor(run_dir, config.step_timeout, config.log_level)
         stack.callback(supervisor.close)
-        team = stack.enter_context(ThreadTeam(plan.num_threads))
-        coordinator = cls(checkpoint, model, plan, config, supervisor, team, should_stop)
         supervisor.start(workers)
         progress(f"loading {checkpoint.path.name}")
-        coordinator.weights = load_resident(checkpoint, model)
+        team = stack.enter_context(ThreadTeam(plan.num_threads))
+        coordinator = cls(checkpoint, model, plan, config, supervisor, team, should_stop)
         supervisor.wait_ready(_READY_TIMEOUT_S)
         coordinator.notes += tuple(note for worker in supervisor.workers for note in worker.notes)
         return coordinator
@@ -141,7 +139,7 @@ class Coordinator:
     def _add_mlp(self, x: Floats, layer: ResidentLayer, layer_idx: int) -> None:
         """x += mlp(norm(x)), in place."""
         if layer.dense_slab is not None:
-            x += self._dense_mlp(x, layer)
+            x += self._dense_mlp(x, layer, layer.dense_slab)
             return
         assert layer.gate is not None
         h, ids, weights = self._router(x, layer.mlp_norm, layer.gate)
@@ -149,16 +147,15 @@ class Coordinator:
         self._count(layer_idx, routed.counters)
         x += routed.y
 
-    def _dense_mlp(self, x: Floats, layer: ResidentLayer) -> Floats:
+    def _dense_mlp(self, x: Floats, layer: ResidentLayer, slab: Bytes) -> Floats:
         """A dense block is an expert that every token uses with weight 1."""
-        assert self._dense is not None
-        assert layer.dense_slab is not None
-        num_tokens = len(x)
+        assert isinstance(layer.spec.mlp, DenseSpec)
+        stage, num_tokens = self._dense[layer.spec.mlp.shape], len(x)
         h = rms_norm(x, layer.mlp_norm, self.model.norm_eps)
-        self._dense.begin(h, np.zeros((num_tokens, 1), np.int32), np.ones((num_tokens, 1), np.float32))
-        self._dense.compute(np.zeros(1, np.int32), np.array([layer.dense_slab.ctypes.data], np.int64))
+        stage.begin(h, np.zeros((num_tokens, 1), np.int32), np.ones((num_tokens, 1), np.float32))
+        stage.compute(np.zeros(1, np.int32), np.array([slab.ctypes.data], np.int64))
         out = np.empty_like(x)
-        self._dense.finish(out)
+        stage.finish(out)
         return out
 
     # -- reports -------------------------------------------------------------------------------------------------------
@@ -233,6 +230,12 @@ def worker_configs(checkpoint: Checkpoint, model: ModelSpec, plan: Plan, config:
             )
         )
     return configs
+
+
+def encodings_of(model: ModelSpec) -> frozenset[Encoding]:
+    """Every encoding that a matrix of the model has."""
+    experts = (encoding for layer in model.expert_layers for encoding in (layer.gate, layer.up, layer.down))
+    return frozenset({matrix.encoding for matrix in model.resident_matrices()} | set(experts))
 
 
 def make_batch(rows: list[Rows]) -> Batch:

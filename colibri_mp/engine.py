@@ -246,7 +246,7 @@ class Engine:
         sequence = Sequence(prompt_ids, len(prompt_ids) + max_tokens, self.scheduler.max_rows)
         return Generation(
             client, request, sequence, Sampler(params, prompt_ids),
-            self.tokenizer.stream() if self.tokenizer else None, StopStrings(request.stop),
+            self.tokenizer.stream(after=prompt_ids) if self.tokenizer else None, StopStrings(request.stop),
             frozenset() if request.ignore_eos else self.eos_ids, len(prompt_ids), max_tokens, self.model.cache_counters(),
         )  # fmt: skip
 

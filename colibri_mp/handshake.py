@@ -73,7 +73,7 @@ class Reporter:
         self.send(Progress(text))
 
     def close(self) -> None:
-        """No more events."""
+        """No more events. Idempotent."""
         self._out.close()
 
 

@@ -263,7 +263,7 @@ class _Sizes:
         """The stages' buffers, logits, rotary tables, messages."""
         model, rows, planes = self.model, self.chunk, self.config.planes
         router = next(layer.mlp.router for layer in model.layers if isinstance(layer.mlp, MoeSpec))
-        dense = next((layer.mlp for layer in model.layers if isinstance(layer.mlp, DenseSpec)), None)
+        dense = {layer.mlp.shape for layer in model.layers if isinstance(layer.mlp, DenseSpec)}
         logit_rows = max_logit_rows(model.vocab_size, rows)
         attention = AttentionStage.scratch_bytes(
             model.layers[0].attention, rows, self.ctx_tokens, self.num_threads, num_forms=_num_forms(model)
@@ -273,7 +273,7 @@ class _Sizes:
             + RouterStage.scratch_bytes(router, model.hidden, rows)
             + HeadStage.scratch_bytes(model.hidden, model.vocab_size, logit_rows)
             + logit_rows * model.vocab_size * 4  # the copy on its way to the client
-            + (expert.scratch_bytes(dense.shape, rows, 1, planes, self.num_threads) if dense else 0)
+            + sum(expert.scratch_bytes(shape, rows, 1, planes, self.num_threads) for shape in dense)
             + RopeTables.nbytes_for(model.rope.rotary_dim, self.ctx_tokens)
             + self._messages()
         )

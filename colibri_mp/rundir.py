@@ -76,6 +76,11 @@ class RunDir:
         """Socket that the workers connect to."""
         return self.path / "workers"
 
+    @property
+    def log(self) -> Path:
+        """Messages of a detached cluster."""
+        return self.path / "coordinator.log"
+
     def describe(self, info: ClusterInfo) -> None:
         """Write `cluster.json`, atomically."""
         temporary = self.path / "cluster.json.new"

@@ -21,9 +21,10 @@ from contextlib import ExitStack
 from typing import Any
 
 from colibri_mp import __version__, log, rundir
+from colibri_mp.compiling import Stopping
 from colibri_mp.config import LaunchConfig
 from colibri_mp.control import ClientGone, Command, ControlEndpoint
-from colibri_mp.coordinator import Coordinator, Stopping
+from colibri_mp.coordinator import Coordinator
 from colibri_mp.engine import Engine
 from colibri_mp.errors import ColibriError, WorkerDied
 from colibri_mp.handshake import Ready, Reporter, StartFailed, read_request
@@ -63,11 +64,15 @@ def main() -> None:
 def _run(config: LaunchConfig, owned: bool, reporter: Reporter) -> int:
     with ExitStack() as stack:
         service = Service(config, owned, reporter.progress, stack)
+        signal.signal(signal.SIGTERM, lambda _signal, _frame: service.stop())
         if owned:
             threading.Thread(target=_lifeline, args=(service.stop,), daemon=True, name="lifeline").start()
-        service.start()
-        signal.signal(signal.SIGTERM, lambda _signal, _frame: service.stop())
+        try:
+            service.start()
+        except Stopping:
+            return 0
         reporter.send(Ready(service.run_dir.path.name, service.notes))
+        reporter.close()
         return service.run()
 
 
@@ -102,6 +107,8 @@ class Service:
         rundir.clean_stale(unlink_stale)
         self.run_dir = rundir.create(self._config.name or f"run-{os.getpid()}")
         self._stack.callback(self.run_dir.remove)
+        if not self._owner:
+            self._log_to_file()
         self.coordinator = Coordinator.launch(
             self._config, self.run_dir, self._progress, self._stopping.is_set, self._stack
         )
@@ -176,6 +183,12 @@ class Service:
             },
             "notes": list(self.notes),
         }
+
+    def _log_to_file(self) -> None:
+        """A detached cluster outlives the terminal: its messages, and its workers', go to a file from here on."""
+        with self.run_dir.log.open("ab") as file:
+            for fd in (1, 2):
+                os.dup2(file.fileno(), fd)
 
     def _wait_if_idle(self) -> None:
         if self.engine.is_idle:

@@ -47,8 +47,14 @@ CHAT_PROMPTS = {
     "chat greeting": "Hello!",
 }
 
-Greedy = Callable[[list[int], int], list[int]]
-LogitsOf = Callable[[list[int]], np.ndarray]
+Greedy = Callable[[list[int]], list[int]]  # prompt to at most NUM_TOKENS tokens, an end token the last if there is one
+LogitsOf = Callable[[list[int]], np.ndarray]  # T tokens to [T, V] float32
+
+
+@dataclass(frozen=True)
+class Engine:
+    greedy: Greedy
+    logits_of: LogitsOf
 
 
 @dataclass
@@ -74,46 +80,50 @@ def without_end(token_ids: list[int]) -> list[int]:
     return next((token_ids[:at] for at, token in enumerate(token_ids) if token in END_TOKENS), token_ids)
 
 
-def greedy_of(logits_of: LogitsOf) -> Greedy:
-    """Greedy decoding by computing everything again each token: slow, with nothing to go wrong."""
-
-    def greedy(prompt_ids: list[int], num_tokens: int) -> list[int]:
-        made: list[int] = []
-        while len(made) < num_tokens and not (made and made[-1] in END_TOKENS):
-            made.append(int(logits_of(prompt_ids + made)[-1].argmax()))
-        return made
-
-    return greedy
-
-
-def transformers_logits(model: Path, scratch: Path) -> LogitsOf:
-    """[T, V] float32 logits by transformers, from the dequantised weights."""
+def transformers_engine(model: Path, scratch: Path) -> Engine:
+    """transformers, from the dequantised weights."""
     import torch
     from demo_model.checkpoint import write_dequantised
     from transformers import AutoModelForCausalLM
 
     write_dequantised(model, scratch)
     network = AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float32).eval()
+    network.generation_config.update(do_sample=False, temperature=None, top_p=None)
+
+    @torch.no_grad()
+    def greedy(prompt_ids: list[int]) -> list[int]:
+        prompt = torch.tensor([prompt_ids])
+        made = network.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NUM_TOKENS)
+        return made[0, len(prompt_ids) :].tolist()
 
     @torch.no_grad()
     def logits_of(token_ids: list[int]) -> np.ndarray:
         return network(torch.tensor([token_ids])).logits[0].numpy()
 
-    return logits_of
+    return Engine(greedy, logits_of)
 
 
-def mlx_logits(model: Path) -> LogitsOf:
-    """[T, V] float32 logits by mlx-lm, from the codes."""
+def mlx_engine(model: Path) -> Engine:
+    """mlx-lm, from the codes."""
     import mlx.core as mx
     from mlx_lm import load
+    from mlx_lm.generate import generate_step
 
     network = load(str(model))[0]
     network.set_dtype(mx.float32)
 
+    def greedy(prompt_ids: list[int]) -> list[int]:
+        made: list[int] = []
+        for token, _ in generate_step(mx.array(prompt_ids), network, max_tokens=NUM_TOKENS):
+            made.append(int(token))
+            if token in END_TOKENS:
+                break
+        return made
+
     def logits_of(token_ids: list[int]) -> np.ndarray:
         return np.array(network(mx.array([token_ids]))[0])
 
-    return logits_of
+    return Engine(greedy, logits_of)
 
 
 def cases_of(model: Path) -> list[Case]:
@@ -125,7 +135,9 @@ def cases_of(model: Path) -> list[Case]:
     for name, question in CHAT_PROMPTS.items():
         turns = [{"role": "user", "content": question}]
         texts[name] = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    return [Case(name, text, tokenizer(text, add_special_tokens=False)["input_ids"], "") for name, text in texts.items()]
+    return [
+        Case(name, text, tokenizer(text, add_special_tokens=False)["input_ids"], "") for name, text in texts.items()
+    ]
 
 
 def add_gap(case: Case, made: list[int], logits_of: LogitsOf) -> None:
@@ -141,13 +153,13 @@ def write_goldens(model: Path, golden: Path, scratch: Path) -> bool:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    by_transformers, by_mlx, cases = transformers_logits(model, scratch), mlx_logits(model), cases_of(model)
+    by_transformers, by_mlx, cases = transformers_engine(model, scratch), mlx_engine(model), cases_of(model)
     for case in cases:
-        made = greedy_of(by_transformers)(case.prompt_ids, NUM_TOKENS)
-        add_gap(case, made, by_transformers)
+        made = by_transformers.greedy(case.prompt_ids)
+        add_gap(case, made, by_transformers.logits_of)
         case.is_ended = made[-1] in END_TOKENS
         case.token_ids["transformers"] = without_end(made)
-        case.token_ids["mlx"] = without_end(greedy_of(by_mlx)(case.prompt_ids, NUM_TOKENS))
+        case.token_ids["mlx"] = without_end(by_mlx.greedy(case.prompt_ids))
         case.text = tokenizer.decode(without_end(made))
     packages = ("transformers", "torch", "mlx", "mlx-lm", "numpy")
     found = {
@@ -158,19 +170,19 @@ def write_goldens(model: Path, golden: Path, scratch: Path) -> bool:
         "cases": [asdict(case) for case in cases],
     }
     golden.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    write_logits(cases[0], by_transformers, golden.with_name(golden.stem + "_logits.npz"))
+    write_logits(cases[0], by_transformers, golden.with_name(f"{golden.stem}_logits.npz"))
     return report(found["cases"], "mlx")
 
 
-def logit_difference(cases: list[Case], one: LogitsOf, other: LogitsOf) -> float:
+def logit_difference(cases: list[Case], one: Engine, other: Engine) -> float:
     """Over the prompts and every logit."""
-    return max(float(np.abs(one(case.prompt_ids) - other(case.prompt_ids)).max()) for case in cases)
+    return max(float(np.abs(one.logits_of(c.prompt_ids) - other.logits_of(c.prompt_ids)).max()) for c in cases)
 
 
-def write_logits(case: Case, logits_of: LogitsOf, path: Path) -> None:
-    """The first rows of transformers' logits on a prompt and its continuation, for a test of logits."""
+def write_logits(case: Case, engine: Engine, path: Path) -> None:
+    """The first rows of logits on a prompt and its continuation, for a test of logits."""
     prompt_ids = (case.prompt_ids + case.token_ids["transformers"])[:NUM_LOGIT_ROWS]
-    np.savez_compressed(path, prompt_ids=np.array(prompt_ids, np.int32), logits=logits_of(prompt_ids))
+    np.savez_compressed(path, prompt_ids=np.array(prompt_ids, np.int32), logits=engine.logits_of(prompt_ids))
 
 
 def check(model: Path, golden: Path) -> bool:
@@ -180,13 +192,13 @@ def check(model: Path, golden: Path) -> bool:
     found = json.loads(golden.read_text())
     if found["fingerprint"] != fingerprint(model):
         sys.exit(f"{golden} was written for another checkpoint than {model}: run this script without --check first")
-    cluster = Cluster.launch(model)
-    try:
+    with Cluster.launch(model) as cluster:
         for case in found["cases"]:
-            made = cluster.generate(case["prompt_ids"], max_tokens=found["num_tokens"], temperature=0.0).token_ids
-            case["token_ids"]["colibri"] = without_end([int(token) for token in made])
-    finally:
-        cluster.close()
+            made = cluster.generate(case["prompt_ids"], max_tokens=found["num_tokens"], temperature=0.0)
+            case["token_ids"]["colibri"] = without_end([int(token) for token in made.token_ids])
+        with np.load(golden.with_name(f"{golden.stem}_logits.npz")) as file:
+            difference = np.abs(cluster.logits(file["prompt_ids"].tolist()) - file["logits"]).max()
+    print(f"greatest difference of {NUM_LOGIT_ROWS} rows of logits: {difference:.2g}")
     return report(found["cases"], "colibri")
 
 

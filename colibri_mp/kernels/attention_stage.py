@@ -17,10 +17,10 @@ import numpy as np
 
 from colibri_mp.kernels import attention_core as core
 from colibri_mp.kernels.attention_tiles import SPLIT_TOKENS
-from colibri_mp.kernels.jit import Native, compiled
+from colibri_mp.kernels.jit import Native, compiled, fixed
 from colibri_mp.kernels.linear import MATRIX, blocks_per_chunk, multiply_blocks, prepare_rows
 from colibri_mp.kernels.norm import load_up_to16, rms_norm_row, store_up_to16
-from colibri_mp.kernels.team import barrier, done, take
+from colibri_mp.kernels.team import barrier, done, take, thread_slot
 from colibri_mp.kernels.vectors import (
     call_native3,
     get_f32,
@@ -86,9 +86,7 @@ PLAN = np.dtype([(name, np.int64) for name in _PLAN_FIELDS])
 NORM_NONE, NORM_HEAD, NORM_FULL = 0, 1, 2
 _TOKENS_A_CHUNK = 4
 
-# Not Python ints: `take`, `barrier` and `done` would be compiled anew for each literal.
-_phases: Any = [np.int64(phase) for phase in (0, 1, 2, 3, 4, 5, 6, 15)]
-_NORM, _PROJECT, _TURN, _ATTEND, _MERGE, _PREPARE, _OUTPUT, _MEMORY = _phases
+_NORM, _PROJECT, _TURN, _ATTEND, _MERGE, _PREPARE, _OUTPUT = (fixed(phase) for phase in range(7))
 
 
 @compiled
@@ -153,7 +151,7 @@ def _scratch(job: Any, control: int, tag: int) -> int:
     A helper may enter a job again after its end has begun, so there can be more calls than threads. One that got no scratch
     does not stop the job: those that did stay until all its chunks are done.
     """
-    slot = take(control, tag, _MEMORY, job.num_scratches)
+    slot = thread_slot(control, tag, job.num_scratches)
     return int(job.scratch + slot * job.scratch_bytes) if slot >= 0 else 0
 
 

@@ -21,7 +21,7 @@ from numba.core import cgutils
 
 from colibri_mp.kernels import emit
 from colibri_mp.kernels.emit import F32, I8, I32, I64, LANES, V16F, constant
-from colibri_mp.kernels.jit import intrinsic
+from colibri_mp.kernels.jit import operation
 
 WIDTHS = (1, 4, 8) if emit.ISA == "avx512_vnni" else (1, 4)
 """Queries of a group: the smallest that takes all of a chunk, or the largest, and several groups."""
@@ -54,66 +54,48 @@ def _accumulate(builder: Any, sums: list[Any], scalars: Any, stride: int, common
         builder.store(emit.fma(builder, factor, common, builder.load(place)), place)
 
 
-@intrinsic
-def score_tile(typing: Any, queries: Any, keys: Any, scores: Any, head_dim: Any, next_keys: Any, width: Any) -> Any:
+@operation(types.void, *[types.int64] * 5, num_literals=1)
+def score_tile(builder: Any, queries: Any, keys: Any, scores: Any, head_dim: Any, next_keys: Any, width: int) -> None:
     """scores[i][0..15] = sum over d of queries[d][i] * keys[d][0..15], d ascending; prefetches head_dim vectors at `next_keys`."""
-    if not isinstance(width, types.IntegerLiteral):
-        return None
-    num_queries = width.literal_value
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        queries, keys, scores, head_dim, next_keys = args[:5]
-        sums = _accumulators(builder, num_queries)
-        for place in sums:
-            builder.store(constant(V16F, 0.0), place)
-        with cgutils.for_range(builder, builder.sdiv(head_dim, constant(I64, _UNROLL)), intp=I64) as loop:
-            row = builder.mul(loop.index, constant(I64, _UNROLL * _VECTOR_BYTES))
-            query = builder.add(queries, builder.mul(loop.index, constant(I64, _UNROLL * num_queries * 4)))
-            for step in range(_UNROLL):
-                here = emit.offset(builder, row, step * _VECTOR_BYTES)
-                key = emit.load(builder, builder.add(keys, here), V16F, 64)
-                _prefetch(builder, builder.add(next_keys, here))
-                _accumulate(builder, sums, emit.offset(builder, query, step * num_queries * 4), 4, key)
-        for i, place in enumerate(sums):
-            emit.store(builder, builder.load(place), emit.offset(builder, scores, i * SCORE_STRIDE * 4), 64)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5, width), generate
+    sums = _accumulators(builder, width)
+    for place in sums:
+        builder.store(constant(V16F, 0.0), place)
+    with cgutils.for_range(builder, builder.sdiv(head_dim, constant(I64, _UNROLL)), intp=I64) as loop:
+        row = builder.mul(loop.index, constant(I64, _UNROLL * _VECTOR_BYTES))
+        query = builder.add(queries, builder.mul(loop.index, constant(I64, _UNROLL * width * 4)))
+        for step in range(_UNROLL):
+            here = emit.offset(builder, row, step * _VECTOR_BYTES)
+            key = emit.load(builder, builder.add(keys, here), V16F, 64)
+            _prefetch(builder, builder.add(next_keys, here))
+            _accumulate(builder, sums, emit.offset(builder, query, step * width * 4), 4, key)
+    for i, place in enumerate(sums):
+        emit.store(builder, builder.load(place), emit.offset(builder, scores, i * SCORE_STRIDE * 4), 64)
 
 
-@intrinsic
+@operation(types.void, *[types.int64] * 5, num_literals=1)
 def mix_tile(
-    typing: Any, weights: Any, values: Any, sums: Any, num_positions: Any, next_values: Any, width: Any
-) -> Any:
+    builder: Any, weights: Any, values: Any, sums: Any, num_positions: Any, next_values: Any, width: int
+) -> None:
     """sums[i][0..15] += sum over positions p of weights[i][p] * values[p][0..15], p ascending, below num_positions (1..16).
 
     `weights` are scores that were exponentiated, with the same strides. Prefetches 16 vectors at `next_values`.
     """
-    if not isinstance(width, types.IntegerLiteral):
-        return None
-    num_queries = width.literal_value
+    places = _accumulators(builder, width)
+    for i, place in enumerate(places):
+        builder.store(emit.load(builder, emit.offset(builder, sums, i * _VECTOR_BYTES), V16F, 64), place)
 
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        weights, values, sums, num_positions, next_values = args[:5]
-        places = _accumulators(builder, num_queries)
-        for i, place in enumerate(places):
-            builder.store(emit.load(builder, emit.offset(builder, sums, i * _VECTOR_BYTES), V16F, 64), place)
+    def add(weight: Any, here: Any) -> None:
+        value = emit.load(builder, builder.add(values, here), V16F, 64)
+        _accumulate(builder, places, weight, SCORE_STRIDE * 4, value)
 
-        def add(weight: Any, here: Any) -> None:
-            value = emit.load(builder, builder.add(values, here), V16F, 64)
-            _accumulate(builder, places, weight, SCORE_STRIDE * 4, value)
-
-        with builder.if_else(builder.icmp_signed("==", num_positions, constant(I64, LANES))) as (full, partial):
-            with full:
-                for p in range(LANES):
-                    here = constant(I64, p * _VECTOR_BYTES)
-                    _prefetch(builder, builder.add(next_values, here))
-                    add(emit.offset(builder, weights, 4 * p), here)
-            with partial, cgutils.for_range(builder, num_positions, intp=I64) as loop:
-                weight = builder.add(weights, builder.mul(loop.index, constant(I64, 4)))
-                add(weight, builder.mul(loop.index, constant(I64, _VECTOR_BYTES)))
-        for i, place in enumerate(places):
-            emit.store(builder, builder.load(place), emit.offset(builder, sums, i * _VECTOR_BYTES), 64)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5, width), generate
+    with builder.if_else(builder.icmp_signed("==", num_positions, constant(I64, LANES))) as (full, partial):
+        with full:
+            for p in range(LANES):
+                here = constant(I64, p * _VECTOR_BYTES)
+                _prefetch(builder, builder.add(next_values, here))
+                add(emit.offset(builder, weights, 4 * p), here)
+        with partial, cgutils.for_range(builder, num_positions, intp=I64) as loop:
+            weight = builder.add(weights, builder.mul(loop.index, constant(I64, 4)))
+            add(weight, builder.mul(loop.index, constant(I64, _VECTOR_BYTES)))
+    for i, place in enumerate(places):
+        emit.store(builder, builder.load(place), emit.offset(builder, sums, i * _VECTOR_BYTES), 64)

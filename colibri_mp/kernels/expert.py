@@ -59,11 +59,11 @@ class _Sizes:
         self.thread = 2 * ROWS_PER_PASS * (8 + 4 * self.chunk_columns)
 
     def total(self, num_threads: int) -> int:
-        """All buffers; 8 tables of int64 by row, one of float32, one of int64 by token."""
+        """All buffers; tables by row: 7 of int64 and one of float32; by token: one of int64."""
         inputs = self.for_gate + (0 if self.inputs_shared else self.for_up)
         return (
             self.max_tokens * (inputs + 8)
-            + self.rows * (self.hidden + self.partial + 8 * 8 + 4)
+            + self.rows * (self.hidden + self.partial + 7 * 8 + 4)
             + num_threads * self.thread
         )
 

@@ -66,7 +66,7 @@ def _list_rows(job: Any) -> int:
     for t in range(job.num_tokens):
         for k in range(job.top_k):
             if ids[t, k] >= job.num_ids:
-                return -ids[t, k] - 1
+                return -1 - int(ids[t, k])
             if ids[t, k] >= 0:
                 starts[ids[t, k] + 1] += 1
     for expert in range(job.num_ids):
@@ -78,7 +78,8 @@ def _list_rows(job: Any) -> int:
                 row = next_row[ids[t, k]]
                 next_row[ids[t, k]] = row + 1
                 token_of[row], choice_of[row] = t, k
-    return starts[job.num_ids]
+    num_rows: int = starts[job.num_ids]
+    return num_rows
 
 
 @compiled
@@ -143,7 +144,8 @@ COMPUTE_FRAME = np.dtype(
 @compiled
 def _row_bound(job: Any, expert: int, end: int) -> int:
     """First row of an expert of the call (end 0), or the one after its last (end 1)."""
-    return get_i64(job.starts + 8 * min(get_i32(job.expert_ids + 4 * expert) + end, job.num_ids))
+    expert_id = get_i32(job.expert_ids + 4 * expert)
+    return int(get_i64(job.starts + 8 * min(expert_id + end, job.num_ids)))
 
 
 @compiled

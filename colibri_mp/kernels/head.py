@@ -41,6 +41,5 @@ class HeadStage:
 
         The result is a view of a buffer of the stage, valid until the next call; its rows may be further apart than V.
         """
-        helpers = self._linear.bind(x, norm, weight)
-        self._team.run(STAGE, self._linear.frame, helpers)
+        self._linear.run(self._team, STAGE, x, norm, weight)
         return self._linear.y[: x.shape[0], : self._linear.num_outputs]

@@ -117,6 +117,10 @@ def _make_writable(folder: Path) -> bool:
         return False
 
 
+USER_CACHE = "the user's cache"
+"""Reason of the usual folder."""
+
+
 class CacheFolder(NamedTuple):
     """Where compiled kernels are kept, and why there."""
 
@@ -131,7 +135,7 @@ def prepare_cache() -> CacheFolder:
     An unwritable cache root gives a temporary folder of the user, so that later starts still find it; failing that, a new one.
     """
     name = f"{current().value}-{_cache_key()}"
-    folder = CacheFolder(_user_cache_root() / "kernels" / name, "the user's cache")
+    folder = CacheFolder(_user_cache_root() / "kernels" / name, USER_CACHE)
     if not _make_writable(folder.path):
         temporary = Path(tempfile.gettempdir()) / f"colibri-mp-{os.getuid()}"
         reason = f"{folder.path} cannot be written"

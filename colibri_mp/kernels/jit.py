@@ -25,7 +25,7 @@ from numba import types
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-carray: Any = numba.carray  # type: ignore[attr-defined]  # numba exports it without saying so
+carray = numba.carray
 """carray(pointer, shape): an array over memory, inside compiled code; see the `pointer_*` in `vectors`."""
 
 

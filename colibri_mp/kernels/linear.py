@@ -5,7 +5,7 @@ For stages that use several matrices (attention, router, experts), inside compil
     FRAME = np.dtype([("q", MATRIX), ("x", np.int64), ...])              # a matrix is a record inside the stage's frame
     frame["q"] = describe(weight, planes)                                 # Python, once; keeps nothing alive: the stage holds `weight`
 
-    prepare_rows(job.q, x, x_stride, prepared, t0, t1)                    # float32 rows -> prepared rows, any tokens in any thread
+    prepare_rows(job.q, x, x_stride, prepared, t0, t1)                    # float32 rows -> prepared rows, any tokens, any thread
     multiply_blocks(job.q, b0, b1, xs, ys, num_tokens)                    # 16-row blocks [b0, b1) for the tokens of two address tables
 
 `xs` and `ys` are addresses of int64 [num_tokens]: of each token's prepared row, and of the row its results go to (`row_table` makes them for
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from colibri_mp.formats import Format
 from colibri_mp.kernels import activations, layout
 from colibri_mp.kernels.jit import Native, compiled
 from colibri_mp.kernels.layout import BLOCK_ROWS, PackedMatrix
@@ -62,9 +63,7 @@ def describe(weight: PackedMatrix, planes: int = DEFAULT_PLANES) -> npt.NDArray[
     return record
 
 
-def describe_format(
-    matrix_format: layout.Format, rows: int, cols: int, planes: int = DEFAULT_PLANES
-) -> npt.NDArray[Any]:
+def describe_format(matrix_format: Format, rows: int, cols: int, planes: int = DEFAULT_PLANES) -> npt.NDArray[Any]:
     """As `describe`, for a matrix that has no place yet: `data` is 0 (expert slabs)."""
     sizes = layout.geometry(matrix_format, cols)
     kernels = tile_kernels(matrix_format, planes)
@@ -122,7 +121,8 @@ def multiply_blocks(matrix: Any, first_block: int, last_block: int, xs: int, ys:
 @compiled
 def blocks_per_chunk(matrix: Any) -> int:
     """Blocks that make a good chunk of work: about CHUNK_BYTES of weights."""
-    return max(1, CHUNK_BYTES // matrix.block_bytes)
+    blocks: int = CHUNK_BYTES // matrix.block_bytes
+    return max(1, blocks)
 
 
 FRAME = np.dtype(

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from colibri_mp.kernels.jit import compiled
+from colibri_mp.kernels.jit import Native, compiled
 from colibri_mp.kernels.layout import PackedMatrix, num_blocks
 from colibri_mp.kernels.linear import MATRIX, blocks_per_chunk, describe, multiply_blocks, prepare_rows, row_table
 from colibri_mp.kernels.norm import rms_norm_row
-from colibri_mp.kernels.team import aligned_bytes, barrier, done, take
+from colibri_mp.kernels.team import PHASE_0, PHASE_1, ThreadTeam, aligned_bytes, barrier, done, take
 
 F32Array = NDArray[np.float32]
 
@@ -31,10 +31,6 @@ FRAME = np.dtype(
 _ROWS_A_CHUNK = 4
 _SMALL_WORK_BYTES = 256 * 1024
 
-# Not Python ints: `take`, `barrier` and `done` would be compiled anew for each literal.
-_phases: Any = [np.int64(phase) for phase in (0, 1)]
-_NORM, _MULTIPLY = _phases
-
 
 @compiled
 def num_row_chunks(job: Any) -> int:
@@ -46,16 +42,16 @@ def num_row_chunks(job: Any) -> int:
 def norm_phase(job: Any, control: int, tag: int) -> bool:
     """Phase 0. False: the job is over, leave."""
     num_chunks = num_row_chunks(job)
-    chunk = take(control, tag, _NORM, num_chunks)
+    chunk = take(control, tag, PHASE_0, num_chunks)
     while chunk >= 0:
         first, last = chunk * _ROWS_A_CHUNK, min(job.num_rows, (chunk + 1) * _ROWS_A_CHUNK)
         for row in range(first, last):
             offset = row * job.width * 4
             rms_norm_row(job.x + offset, job.norm_weight, job.h + offset, job.width, np.float32(job.eps))
         prepare_rows(job.weight, job.h, job.width * 4, job.prepared, first, last)
-        done(control, _NORM)
-        chunk = take(control, tag, _NORM, num_chunks)
-    return barrier(control, tag, _NORM, num_chunks)
+        done(control, PHASE_0)
+        chunk = take(control, tag, PHASE_0, num_chunks)
+    return barrier(control, tag, PHASE_0, num_chunks)
 
 
 @compiled
@@ -63,17 +59,20 @@ def multiply_phase(job: Any, control: int, tag: int) -> bool:
     """Phase 1. False: the job is over, leave."""
     size = blocks_per_chunk(job.weight)
     num_chunks = (job.weight.num_blocks + size - 1) // size
-    chunk = take(control, tag, _MULTIPLY, num_chunks)
+    chunk = take(control, tag, PHASE_1, num_chunks)
     while chunk >= 0:
         last = min(job.weight.num_blocks, (chunk + 1) * size)
         multiply_blocks(job.weight, chunk * size, last, job.xs, job.ys, job.num_rows)
-        done(control, _MULTIPLY)
-        chunk = take(control, tag, _MULTIPLY, num_chunks)
-    return barrier(control, tag, _MULTIPLY, num_chunks)
+        done(control, PHASE_1)
+        chunk = take(control, tag, PHASE_1, num_chunks)
+    return barrier(control, tag, PHASE_1, num_chunks)
 
 
 class NormedLinear:
-    """Buffers and frame for up to `max_rows` rows x [R, D] -> h [R, D], y [R, N]; `frame` is for a stage made of the phases above."""
+    """Buffers for up to `max_rows` rows x [R, D] -> h [R, D], y [R, N], and the frames of a stage made of the phases above.
+
+    Weights met in a call are kept (some kB each) until this object goes.
+    """
 
     def __init__(self, width: int, num_outputs: int, norm_eps: float, max_rows: int, planes: int) -> None:
         self.width, self.num_outputs, self.max_rows, self._planes = width, num_outputs, max_rows, planes
@@ -81,43 +80,41 @@ class NormedLinear:
         self.y: F32Array = aligned_bytes(max_rows * num_blocks(num_outputs) * 64).view(np.float32).reshape(max_rows, -1)
         self._prepared = aligned_bytes(max_rows * _largest_prepared(width))
         self._ys = row_table(self.y.ctypes.data, self.y.strides[0], max_rows)
-        self._xs = np.zeros(max_rows, np.int64)
-        self._weight: PackedMatrix | None = None
-        self.frame = np.zeros(1, FRAME)
-        self.frame["width"], self.frame["eps"], self.frame["y_stride"] = width, norm_eps, self.y.strides[0]
-        for name, buffer in (
-            ("h", self.h),
-            ("prepared", self._prepared),
-            ("xs", self._xs),
-            ("y", self.y),
-            ("ys", self._ys),
-        ):
-            self.frame[name] = buffer.ctypes.data
+        self._tables: dict[int, NDArray[np.int64]] = {}
+        self._frames: dict[int, tuple[PackedMatrix, NDArray[np.void]]] = {}
+        self.template = np.zeros(1, FRAME)
+        self.template["width"], self.template["eps"], self.template["y_stride"] = width, norm_eps, self.y.strides[0]
+        for name, buffer in (("h", self.h), ("prepared", self._prepared), ("y", self.y), ("ys", self._ys)):
+            self.template[name] = buffer.ctypes.data
 
     @staticmethod
     def scratch_bytes(width: int, num_outputs: int, max_rows: int) -> int:
         """Bytes that an object of these sizes allocates, at most."""
-        return max_rows * (width * 4 + num_blocks(num_outputs) * 64 + _largest_prepared(width) + 16)
+        return max_rows * (width * 4 + num_blocks(num_outputs) * 64 + _largest_prepared(width) + 40)
 
-    def bind(self, x: F32Array, norm: F32Array, weight: PackedMatrix) -> int | None:
-        """Point the frame at the rows and weights; returns how many helpers to wake at most (None: all)."""
+    def run(self, team: ThreadTeam, stage: Native, x: F32Array, norm: F32Array, weight: PackedMatrix) -> None:
+        """Run a stage over rows x [R, D] with norm [D] and weight [N, D]; small work is not worth waking helpers."""
         num_rows = x.shape[0]
         assert 1 <= num_rows <= self.max_rows
         assert x.shape == (num_rows, self.width), f"x is {x.shape}"
         assert norm.shape == (self.width,)
         assert x.dtype == norm.dtype == np.float32
         assert x.flags.c_contiguous
-        if weight is not self._weight:
-            self._bind_weight(weight)
-        self.frame["x"], self.frame["num_rows"], self.frame["norm_weight"] = x.ctypes.data, num_rows, norm.ctypes.data
-        return 0 if num_rows * weight.data.nbytes < _SMALL_WORK_BYTES else None
+        frame = self._frame(weight)
+        frame["x"], frame["num_rows"], frame["norm_weight"] = x.ctypes.data, num_rows, norm.ctypes.data
+        team.run(stage, frame, max_helpers=0 if num_rows * weight.data.nbytes < _SMALL_WORK_BYTES else None)
 
-    def _bind_weight(self, weight: PackedMatrix) -> None:
-        assert (weight.rows, weight.cols) == (self.num_outputs, self.width), f"weight is [{weight.rows}, {weight.cols}]"
-        self.frame["weight"] = describe(weight, self._planes)
-        stride = int(self.frame["weight"]["prepared_bytes"][0])
-        self._xs[:] = row_table(self._prepared.ctypes.data, stride, self.max_rows)
-        self._weight = weight
+    def _frame(self, weight: PackedMatrix) -> NDArray[np.void]:
+        """The frame for a weight matrix; made when it is first met."""
+        if id(weight) not in self._frames:
+            assert (weight.rows, weight.cols) == (self.num_outputs, self.width), f"W [{weight.rows}, {weight.cols}]"
+            frame = self.template.copy()
+            frame["weight"] = describe(weight, self._planes)
+            stride = int(frame["weight"]["prepared_bytes"][0])
+            xs = self._tables.setdefault(stride, row_table(self._prepared.ctypes.data, stride, self.max_rows))
+            frame["xs"] = xs.ctypes.data
+            self._frames[id(weight)] = (weight, frame)
+        return self._frames[id(weight)][1]
 
 
 def _largest_prepared(width: int) -> int:

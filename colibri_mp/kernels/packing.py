@@ -344,7 +344,5 @@ def pack_parts(
                 where, rows, cols, encoding.group_size, values, factors, contents, target, sizes.step_bytes, scratch
             )
         case "mxfp8":
-            values, factors, content = reference.E4M3, reference.E8M0, _WORDS.arguments()
-            _pack_fp8(
-                where, rows, cols, encoding.group_size, values, factors, content, target, sizes.block_bytes, scratch
-            )
+            tables, content = (reference.E4M3, reference.E8M0), _WORDS.arguments()
+            _pack_fp8(where, rows, cols, encoding.group_size, *tables, content, target, sizes.block_bytes, scratch)

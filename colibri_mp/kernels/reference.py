@@ -49,7 +49,8 @@ def elements(raw: Bytes, kind: str) -> Floats:
 def stored_codes(weight: Bytes, rows: int, cols: int, bits: int) -> npt.NDArray[np.int64]:
     """Codes [rows, cols] of the little-endian bit stream of each row."""
     stream = np.unpackbits(weight.reshape(rows, -1), axis=1, bitorder="little").reshape(rows, cols, bits)
-    return (stream.astype(np.int64) << np.arange(bits)).sum(axis=2)
+    codes: npt.NDArray[np.int64] = (stream.astype(np.int64) << np.arange(bits)).sum(axis=2)
+    return codes
 
 
 def dequantise(encoding: Encoding, rows: int, cols: int, parts: Sequence[Bytes]) -> Floats:
@@ -100,7 +101,8 @@ def linear(x: Floats, weight: Floats, bias: Floats | None = None) -> Floats:
 def silu(x: Floats) -> Floats:
     """x / (1 + e^-x)."""
     wide = x.astype(np.float64)
-    return (wide / (1 + np.exp(-wide))).astype(np.float32)
+    result: Floats = (wide / (1 + np.exp(-wide))).astype(np.float32)
+    return result
 
 
 def expert(x: Floats, gate: Floats, up: Floats, down: Floats) -> Floats:

@@ -9,14 +9,13 @@ Formulas: transformers' `Qwen3MoeTopKRouter` (olmoe and mixtral alike).
 from typing import Any
 
 import numpy as np
-from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
-from colibri_mp.kernels.jit import Native, compiled
+from colibri_mp.kernels.jit import Native, carray, compiled
 from colibri_mp.kernels.layout import PackedMatrix, num_blocks
 from colibri_mp.kernels.linear import DEFAULT_PLANES
 from colibri_mp.kernels.normed_linear import FRAME, NormedLinear, multiply_phase, norm_phase, num_row_chunks
-from colibri_mp.kernels.team import ThreadTeam, aligned_bytes, barrier, done, take
+from colibri_mp.kernels.team import PHASE_2, ThreadTeam, aligned_bytes, barrier, done, take
 from colibri_mp.kernels.vectors import (
     exp16,
     largest16,
@@ -35,7 +34,6 @@ from colibri_mp.specs import RouterSpec
 F32Array = NDArray[np.float32]
 I32Array = NDArray[np.int32]
 
-_CHOOSE: Any = np.int64(2)  # not a Python int, see `normed_linear`
 _ROWS_A_CHUNK = 4
 _NO_EXPERT = np.float32(-1e30)
 
@@ -52,14 +50,14 @@ STAGE = Native(_router_stage)
 @compiled
 def _choose_phase(job: Any, control: int, tag: int) -> None:
     num_chunks = num_row_chunks(job)
-    chunk = take(control, tag, _CHOOSE, num_chunks)
+    chunk = take(control, tag, PHASE_2, num_chunks)
     while chunk >= 0:
         for row in range(chunk * _ROWS_A_CHUNK, min(job.num_rows, (chunk + 1) * _ROWS_A_CHUNK)):
             _softmax(job.y + row * job.y_stride, job.probabilities + row * job.y_stride, job.num_experts)
             _choose(job, row)
-        done(control, _CHOOSE)
-        chunk = take(control, tag, _CHOOSE, num_chunks)
-    barrier(control, tag, _CHOOSE, num_chunks)
+        done(control, PHASE_2)
+        chunk = take(control, tag, PHASE_2, num_chunks)
+    barrier(control, tag, PHASE_2, num_chunks)
 
 
 @compiled
@@ -134,7 +132,7 @@ class RouterStage:
         self._probabilities: F32Array = aligned_bytes(max_tokens * shape[1] * 4).view(np.float32).reshape(shape)
         self._ids: I32Array = np.zeros((max_tokens, spec.top_k), np.int32)
         self._weights: F32Array = np.zeros((max_tokens, spec.top_k), np.float32)
-        frame = self._linear.frame
+        frame = self._linear.template
         frame["num_experts"], frame["top_k"], frame["renormalise"] = spec.num_experts, spec.top_k, spec.norm_topk_prob
         frame["probabilities"], frame["ids"] = self._probabilities.ctypes.data, self._ids.ctypes.data
         frame["expert_weights"] = self._weights.ctypes.data
@@ -150,8 +148,7 @@ class RouterStage:
 
         ids ascend within a token. The results are views of buffers of the stage, valid until the next call.
         """
-        helpers = self._linear.bind(x, norm, gate)
-        self._team.run(STAGE, self._linear.frame, helpers)
+        self._linear.run(self._team, STAGE, x, norm, gate)
         num_tokens = x.shape[0]
         return self._linear.h[:num_tokens], self._ids[:num_tokens], self._weights[:num_tokens]
 

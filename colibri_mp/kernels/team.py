@@ -64,7 +64,7 @@ def take(control: int, tag: int, phase: int, num_chunks: int) -> int:
     """Number of the next chunk of a phase for the calling thread, or -1: none is left, or the job `tag` is over."""
     word = control + _TICKETS + 128 * phase
     while True:
-        ticket = atomic.load_acquire(word)
+        ticket: int = atomic.load_acquire(word)
         chunk = ticket & 0xFFFFFFFF
         if ticket >> 32 != tag or chunk >= num_chunks:
             return -1
@@ -90,7 +90,8 @@ def barrier(control: int, tag: int, phase: int, num_chunks: int) -> bool:
         spins += 1
         if spins >= SPINS_BEFORE_YIELD:
             atomic.sched_yield()
-    return atomic.load_acquire(control + _TAG) == tag
+    current_tag: int = atomic.load_acquire(control + _TAG)
+    return current_tag == tag
 
 
 @compiled
@@ -102,7 +103,7 @@ def thread_slot(control: int, tag: int, num_threads: int) -> int:
 @compiled
 def _open_job(control: int, stage: int, frame: int, frame_words: int) -> int:
     """Make `stage` with a copy of the frame the current job. Nobody holds a chunk of the one before: its caller waited for all."""
-    tag = (atomic.load_acquire(control + _TAG) + 1) & 0x7FFFFFFF
+    tag: int = (atomic.load_acquire(control + _TAG) + 1) & 0x7FFFFFFF
     for phase in range(MAX_PHASES + 1):
         atomic.store_release(control + _TICKETS + 128 * phase, (tag << 32) + _CLOSED)
     atomic.fence()

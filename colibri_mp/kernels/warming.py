@@ -22,21 +22,28 @@ def warm(encodings: Iterable[Encoding], progress: Callable[[str], None], planes:
     progress: told before each compilation, e.g. "compiling kernels for avx512_vnni, once: expert FFN". Safe in several
     processes at once. Later calls return [] within a millisecond.
     """
-    noted = isa.prepare_cache().path / "compiled"
-    before = set(noted.read_text().splitlines()) if noted.exists() else set()
     compiled = []
-    for name, compile_step in _steps(sorted(set(encodings), key=str), planes):
-        if name not in before:
-            progress(f"compiling kernels for {isa.current().value}, once: {name}")
-            compile_step()
-            _note(noted, name)
-            compiled.append(name)
+    for name, compile_step in _missing(encodings, planes):
+        progress(f"compiling kernels for {isa.current().value}, once: {name}")
+        compile_step()
+        with _noted().open("a") as file:
+            file.write(name + "\n")
+        compiled.append(name)
     return compiled
 
 
-def _note(path: Path, name: str) -> None:
-    with path.open("a") as file:
-        file.write(name + "\n")
+def is_warm(encodings: Iterable[Encoding], planes: int = 3) -> bool:
+    """Whether `warm` would find everything compiled."""
+    return not _missing(encodings, planes)
+
+
+def _missing(encodings: Iterable[Encoding], planes: int) -> list[Step]:
+    before = set(_noted().read_text().splitlines()) if _noted().exists() else set()
+    return [step for step in _steps(sorted(set(encodings), key=str), planes) if step[0] not in before]
+
+
+def _noted() -> Path:
+    return isa.prepare_cache().path / "compiled"
 
 
 def _steps(encodings: Iterable[Encoding], planes: int) -> Iterator[Step]:

@@ -2,8 +2,8 @@
 
 Every corpus function reads unpacked packages below ``root`` and yields ``(group, text)``: the text of one sample and the
 unit it must be split by (a part of a book, a chapter, a file, a WordNet synset), so that no unit is both trained on and
-held out. A third of the samples are plain text, the rest are wrapped as chat in the manner of ChatML. Nothing here
-tokenises; see ``data.py``.
+held out. A third of the samples are plain text, the rest are wrapped as chat in the manner of ChatML. The packages are
+listed in ``packages.py``; nothing here tokenises, see ``data.py``.
 """
 
 import ast
@@ -14,39 +14,12 @@ import struct
 import subprocess
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 Samples = Iterator[tuple[str, str]]
 
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "You are a helpful, concise assistant.", "Answer briefly.")
 PLAIN_SHARE = 1 / 3
-
-
-@dataclass(frozen=True)
-class Package:
-    """One Debian package the texts come from, and the words its copyright file has about them."""
-
-    name: str
-    kind: str
-    what: str
-    licence: str
-
-
-PACKAGES = (
-    Package("r-cran-janeaustenr", "stories", "six novels by Jane Austen", "texts in the public domain; package MIT"),
-    Package("r-cran-tokenizers", "stories", "Moby Dick by Herman Melville", "text in the public domain; package MIT"),
-    Package("bible-kjv-text", "scripture", "King James Bible", "copyright expired; data unrestricted use"),
-    Package("bible-kjv", "scripture", "the program that prints it (not trained on)", "GPL-2+"),
-    Package("sword-text-sparv", "spanish", "Reina-Valera Bible of 1909", "public domain"),
-    Package("libpython3.11-minimal", "python", "CPython 3.11 library", "PSF"),
-    Package("libpython3.11-stdlib", "python", "CPython 3.11 library", "PSF"),
-    Package("python3-distutils", "python", "CPython 3.11 library", "PSF"),
-    Package("idle-python3.11", "python", "CPython 3.11 IDLE", "PSF"),
-    Package("python3-networkx", "python", "NetworkX", "BSD-3-Clause"),
-    Package("python3.11-doc", "documentation", "Python documentation sources", "PSF"),
-    Package("wordnet-base", "definitions", "WordNet 3.0", "WordNet 3.0"),
-)
 
 
 def chat(question: str, answer: str) -> str:
@@ -131,13 +104,14 @@ def stories(root: Path, rng: random.Random) -> Samples:
 
 # ----------------------------------------------------------------------------------------------------- scripture, Spanish
 
-BOOKS = (
+BOOK_NAMES = (
     "Genesis Exodus Leviticus Numbers Deuteronomy Joshua Judges Ruth 1_Samuel 2_Samuel 1_Kings 2_Kings 1_Chronicles "
     "2_Chronicles Ezra Nehemiah Esther Job Psalms Proverbs Ecclesiastes Song_of_Solomon Isaiah Jeremiah Lamentations "
     "Ezekiel Daniel Hosea Joel Amos Obadiah Jonah Micah Nahum Habakkuk Zephaniah Haggai Zechariah Malachi Matthew Mark "
     "Luke John Acts Romans 1_Corinthians 2_Corinthians Galatians Ephesians Philippians Colossians 1_Thessalonians "
     "2_Thessalonians 1_Timothy 2_Timothy Titus Philemon Hebrews James 1_Peter 2_Peter 1_John 2_John 3_John Jude Revelation"
-).replace("_", "\N{NO-BREAK SPACE}").split(" ")
+)
+BOOKS = [name.replace("_", " ") for name in BOOK_NAMES.split(" ")]
 
 
 def kjv_chapters(root: Path) -> Iterator[tuple[str, list[str]]]:
@@ -151,7 +125,7 @@ def kjv_chapters(root: Path) -> Iterator[tuple[str, list[str]]]:
             chapters.setdefault((found[1], found[2]), []).append(found[3].strip())
     names = dict(zip(dict.fromkeys(book for book, _ in chapters), BOOKS, strict=True))
     for (book, number), verses in chapters.items():
-        yield f"{names[book]} {number}".replace("\N{NO-BREAK SPACE}", " "), verses
+        yield f"{names[book]} {number}", verses
 
 
 def scripture(root: Path, rng: random.Random) -> Samples:
@@ -235,16 +209,19 @@ def python_files(root: Path) -> Iterator[tuple[str, str, ast.Module]]:
 
 def definitions_in(source: str, tree: ast.Module) -> Iterator[tuple[Definition, str]]:
     """Functions and classes of 80 to 1,800 characters, indentation removed."""
+    lines = source.encode().split(b"\n")
     for node in ast.walk(tree):
         if isinstance(node, Definition):
-            text = ast.get_source_segment(source, node)
-            if text and 80 < len(text) < 1800:
+            own = lines[node.lineno - 1 : node.end_lineno]
+            own[-1] = own[-1][: node.end_col_offset]
+            text = b"\n".join(own)[node.col_offset :].decode()
+            if 80 < len(text) < 1800:
                 yield node, text.replace("\n" + " " * node.col_offset, "\n")
 
 
-def code_question(node: Definition, text: str, rng: random.Random) -> str:
-    """A question whose answer is ``text``."""
-    is_class, summary = isinstance(node, ast.ClassDef), (ast.get_docstring(node) or "").split("\n")[0]
+def code_question(node: Definition, rng: random.Random) -> str:
+    """A question whose answer is this function or class."""
+    is_class, summary = isinstance(node, ast.ClassDef), (ast.get_docstring(node) or "").split("\n", 1)[0]
     what = "class" if is_class else "function"
     asks = [f"Write python: {node.name}", f"Write a Python {what} named {node.name}.", f"Write python: {node.name}"]
     if 15 < len(summary) < 100:
@@ -262,7 +239,7 @@ def python(root: Path, rng: random.Random) -> Samples:
         for node, text in definitions_in(source, tree):
             draw = rng.random()
             if draw < 0.65:
-                yield path, chat(code_question(node, text, rng), text) if draw < 0.5 else text
+                yield path, chat(code_question(node, rng), text) if draw < 0.5 else text
 
 
 def documentation(root: Path, rng: random.Random) -> Samples:
@@ -280,7 +257,7 @@ def documentation(root: Path, rng: random.Random) -> Samples:
 
 def section_samples(section: str, rng: random.Random) -> Iterator[str]:
     """One section in pieces: the first explains its title, later ones continue."""
-    title = re.sub(r":\w+:|`", "", section.split("\n")[0])[:80]
+    title = re.sub(r":\w+:|`", "", section.split("\n", 1)[0])[:80]
     for number, text in enumerate(pieces(section, lambda: rng.choice((400, 800, 1500)))):
         if rng.random() < PLAIN_SHARE or len(text) > 6000:
             yield text
@@ -305,8 +282,9 @@ def synsets(root: Path) -> Iterator[tuple[str, str, list[str], str]]:
                 continue
             fields, gloss = line.split(" | ", 1)
             field = fields.split(" ")
-            words = field[4 : 4 + 2 * int(field[3], 16) : 2]
-            yield f"{suffix}/{field[0]}", part, [re.sub(r"\(\w+\)$", "", w).replace("_", " ") for w in words], gloss.strip()
+            raw_words = field[4 : 4 + 2 * int(field[3], 16) : 2]
+            words = [re.sub(r"\(\w+\)$", "", word).replace("_", " ") for word in raw_words]
+            yield f"{suffix}/{field[0]}", part, words, gloss.strip()
 
 
 def definitions(root: Path, rng: random.Random) -> Samples:

@@ -8,6 +8,7 @@ alone, so a run that was stopped and resumed sees the same batches as one that w
 import hashlib
 import json
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from .corpora import CORPORA, SYSTEM_PROMPTS
+from .packages import versions_below
 
 KINDS = tuple(kind for kind in CORPORA if kind != "about")
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -45,9 +47,9 @@ def split_samples(kind: str, root: Path, seed: int) -> Splits:
     for group, text in CORPORA[kind](root, rng):
         if text not in seen:
             seen.add(text)
-            if text.startswith("<|im_start|>") and rng.random() < 0.08:
-                text = f"<|im_start|>system\n{rng.choice(SYSTEM_PROMPTS)}<|im_end|>\n{text}"
-            splits["held" if is_held_out(kind, group) else "train"].append(text)
+            has_system = text.startswith("<|im_start|>") and rng.random() < 0.08
+            system = f"<|im_start|>system\n{rng.choice(SYSTEM_PROMPTS)}<|im_end|>\n" if has_system else ""
+            splits["held" if is_held_out(kind, group) else "train"].append(system + text)
     for samples in splits.values():
         rng.shuffle(samples)
     return splits
@@ -75,10 +77,9 @@ def tokenizer_text(splits: dict[str, Splits], bytes_each: int) -> Iterator[str]:
     for split in splits.values():
         left = bytes_each
         for text in split["train"]:
-            for special in SPECIAL_TOKENS:
-                text = text.replace(special, "")
-            yield text
-            left -= len(text)
+            plain = re.sub("|".join(map(re.escape, SPECIAL_TOKENS)), "", text)
+            yield plain
+            left -= len(plain)
             if left < 0:
                 break
 
@@ -148,9 +149,10 @@ def prepare(root: Path, out: Path, seed: int) -> None:
                 stream = to_stream(tokenizer, samples, seed, keep_apart=name == "held")
                 stream.save(out / f"{kind}.{name}.npz")
                 streams[kind, name] = stream
-                print(f"{kind:14} {name:6} {len(samples):7} samples {len(stream.ids):9} tokens {stream.text_bytes:9} bytes")
+                print(f"{kind:14} {name:6} {len(samples):7} samples {len(stream.ids):9} tokens")
     meta = {
         "seed": seed,
+        "packages": versions_below(root),
         "sizes": {
             f"{kind}.{name}": {"samples": len(s.starts), "tokens": len(s.ids), "bytes": s.text_bytes}
             for (kind, name), s in streams.items()

@@ -6,9 +6,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from .checkpoint import Tensors, dequantised_tensors, mlx_name, per_expert, quantised_tensors, write_json, write_mlx
+from .checkpoint import (
+    Tensors,
+    dequantised_tensors,
+    mlx_name,
+    per_expert,
+    quantised_tensors,
+    write_json,
+    write_mlx,
+    write_safetensors,
+    write_text_files,
+)
 from .checkpoint import config as plain_config
-from .checkpoint import write_safetensors, write_text_files
 from .model import Model, Shape
 from .quantise import to_bf16
 

@@ -10,7 +10,7 @@ Shapes: B sequences, T tokens of one, H hidden, E experts, K chosen, F expert wi
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 from torch import Tensor, nn
 
 
@@ -56,7 +56,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, _ = x.shape
         q, k, v = (p(x).view(batch, length, -1, self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = (rotate(norm(r).transpose(1, 2), cos, sin).to(v.dtype) for norm, r in ((self.q_norm, q), (self.k_norm, k)))
+        q = rotate(self.q_norm(q).transpose(1, 2), cos, sin).to(v.dtype)
+        k = rotate(self.k_norm(k).transpose(1, 2), cos, sin).to(v.dtype)
         k, v = (r.repeat_interleave(self.group, 1) for r in (k, v.transpose(1, 2)))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))

@@ -21,7 +21,9 @@ def orthogonalised(x: Tensor, steps: int) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum made orthogonal, scaled so that its root mean square is that of an AdamW update."""
 
-    def __init__(self, weights: list[nn.Parameter], lr: float, decay: float, momentum: float = 0.95, steps: int = 5) -> None:
+    def __init__(
+        self, weights: list[nn.Parameter], lr: float, decay: float, momentum: float = 0.95, steps: int = 5
+    ) -> None:
         super().__init__(weights, {"lr": lr, "decay": decay, "momentum": momentum, "steps": steps})
 
     @torch.no_grad()

@@ -48,7 +48,8 @@ def quantise(x: np.ndarray, bits: int) -> Quantised:
     middle = (groups.max(1) + groups.min(1)) / 2
     half = np.maximum((groups.max(1) - groups.min(1)) / 2, 1e-7)
     best_error = np.full(len(groups), np.inf, np.float32)
-    scales, biases, codes = (np.empty(s, t) for s, t in ((len(groups), "u2"), (len(groups), "u2"), (groups.shape, "u1")))
+    scales, biases = np.empty((2, len(groups)), np.uint16)
+    codes = np.empty(groups.shape, np.uint8)
     for shrink in SHRINKS:
         scale = to_bf16(2 * half * shrink / (2**bits - 1))
         bias = to_bf16(middle - half * shrink)

@@ -3,6 +3,7 @@
 import math
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -128,32 +129,43 @@ class HeldOut:
         self.streams = {kind: Stream.load(data / f"{kind}.held.npz") for kind in KINDS}
 
     @torch.no_grad()
-    def bits_per_byte(self, model: Model, length: int, most: int | None = None) -> dict[str, float]:
-        """Per kind, over the first ``most`` windows (None: all). Chat markers cost bits but count no bytes."""
+    def bits_per_byte(
+        self, model: Model, length: int, most: int | None = None, after_batch: Callable[[str], None] | None = None
+    ) -> dict[str, float]:
+        """Per kind, over the first ``most`` windows (None: all), in bfloat16.
+
+        The special tokens cost bits but count no bytes. ``after_batch`` is called with the kind after each batch, while the
+        model still holds that batch's routing.
+        """
         model.eval()
         found = {}
         for kind, stream in self.streams.items():
-            losses = [window_nats(model, windows) for windows in windows_of(stream.ids, length, most)]
-            nats = sum(total for total, _ in losses) / sum(count for _, count in losses)
-            found[kind] = nats / math.log(2) * len(stream.ids) / stream.text_bytes
+            nats, count = 0.0, 0
+            for windows in windows_of(stream.ids, length, most):
+                nats += window_nats(model, windows)
+                count += windows[:, 1:].numel()
+                if after_batch:
+                    after_batch(kind)
+            found[kind] = nats / count / math.log(2) * len(stream.ids) / stream.text_bytes
         model.train()
         return found
 
 
-def windows_of(ids: np.ndarray, length: int, most: int | None, batch: int = 8) -> list[Tensor]:
-    """[<= batch, length + 1] each, one token shared between neighbours; a last short window comes alone."""
-    starts = list(range(0, len(ids) - 1, length))[:most]
+def windows_of(ids: np.ndarray, length: int, most: int | None, batch_tokens: int = 4096) -> list[Tensor]:
+    """[some, length + 1] each, one token shared between neighbours; a last short window comes alone."""
+    starts = range(0, len(ids) - 1, length)[:most]
     windows = [torch.from_numpy(ids[at : at + length + 1].astype(np.int64)) for at in starts]
-    full = [w for w in windows if len(w) == length + 1]
+    full = [window for window in windows if len(window) == length + 1]
+    batch = batch_tokens // length
     batches = [torch.stack(full[at : at + batch]) for at in range(0, len(full), batch)]
-    return batches + [w[None] for w in windows if len(w) < length + 1]
+    return batches + [window[None] for window in windows[len(full) :]]
 
 
-def window_nats(model: Model, windows: Tensor) -> tuple[float, int]:
+def window_nats(model: Model, windows: Tensor) -> float:
+    """Summed cross entropy of every token but the first of each window."""
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(windows[:, :-1])
-    loss = F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten(), reduction="sum")
-    return loss.item(), windows[:, 1:].numel()
+    return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten(), reduction="sum").item()
 
 
 class Log:
@@ -176,15 +188,15 @@ class Log:
         now = time.monotonic()
         if now - self.last > every_s:
             speed = self.tokens / (now - self.last)
-            minutes = (now - self.started) / 60
-            self.write(f"step {step} {minutes:.1f} min {speed:.0f} tokens/s loss {self.mean:.3f} balance {self.balance:.3f}")
+            timing = f"{(now - self.started) / 60:.1f} min {speed:.0f} tokens/s"
+            self.write(f"step {step} {timing} loss {self.mean:.3f} balance {self.balance:.3f}")
             self.last, self.tokens = now, 0
 
 
 def train(run: Run, *, save_every_s: float = 240, log_every_s: float = 60) -> None:
     """Take the steps that are left. SIGTERM ends the run early, with a checkpoint to resume from."""
     recipe, stops = run.recipe, []
-    signal.signal(signal.SIGTERM, lambda number, frame: stops.append(number))
+    signal.signal(signal.SIGTERM, lambda number, _: stops.append(number))
     run.out.mkdir(parents=True, exist_ok=True)
     log = Log(run.out / "train.log")
     log.write(f"{sum(w.numel() for w in run.model.parameters())} parameters, {recipe}, from step {run.step}")
@@ -196,10 +208,9 @@ def train(run: Run, *, save_every_s: float = 240, log_every_s: float = 60) -> No
             run.save()
             saved = time.monotonic()
         if run.step % 500 == 0:
-            log.write(f"step {run.step} held-out bits/byte {rounded(run.held_out.bits_per_byte(run.model, recipe.length, 16))}")
+            bits = run.held_out.bits_per_byte(run.model, recipe.length, most=16)
+            log.write(
+                f"step {run.step} held-out bits/byte { ({kind: round(value, 3) for kind, value in bits.items()}) }"
+            )
     run.save()
     log.write(f"{'stopped' if stops else 'done'} at step {run.step}")
-
-
-def rounded(values: dict[str, float]) -> dict[str, float]:
-    return {key: round(value, 3) for key, value in values.items()}

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from attention_cases import MAX_TOKENS, Q4, Block, batch_of, make_block, run_chunked
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from colibri_mp.kernels import isa
 from colibri_mp.kernels.attention import AttentionStage
@@ -72,6 +74,44 @@ def run_together(stage: AttentionStage, block: Block, prompts: list[np.ndarray])
     return outs
 
 
+LENGTHS = (19, 40, 7)
+
+
+@pytest.fixture(scope="module")
+def long_block() -> tuple[Block, list[np.ndarray], list[np.ndarray]]:
+    """A block with a window, prompts, and what each gives alone, one token at a time."""
+    block = make_block(11, window=13, head_dim=24, num_heads=6)
+    prompts = [block.rows(n) for n in LENGTHS]
+    with ThreadTeam(1) as team:
+        stage = block.stage(team)
+        return block, prompts, [run_chunked(stage, block, prompt, 1) for prompt in prompts]
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), num_threads=st.integers(1, 3), seed=st.integers(0, 99))
+def test_no_schedule_matters(
+    long_block: tuple[Block, list[np.ndarray], list[np.ndarray]], data: st.DataObject, num_threads: int, seed: int
+) -> None:
+    """Whatever rows of which sequences meet in which step, in blocks wherever, each row has its bits."""
+    block, prompts, alone = long_block
+    kv, table = block.cache(16 * 16), np.random.default_rng(seed).permutation(16)[:9].reshape(3, 3)
+    outs, fed = [prompt.copy() for prompt in prompts], [0, 0, 0]
+    with ThreadTeam(num_threads) as team:
+        stage = block.stage(team)
+        while sum(fed) < sum(LENGTHS):
+            order = data.draw(st.permutations(range(3)))
+            counts = [data.draw(st.integers(0, min(8, LENGTHS[s] - fed[s]))) for s in order]
+            rows = [(fed[s] + i, s) for s, count in zip(order, counts, strict=True) for i in range(count)]
+            if not rows:
+                continue
+            x = np.stack([prompts[s][p] for p, s in rows])
+            stage(x, block.weights, kv, 0, batch_of(rows, table))
+            for (p, s), row in zip(rows, x, strict=True):
+                outs[s][p] = row
+                fed[s] += 1
+    assert all(np.array_equal(got, want) for got, want in zip(outs, alone, strict=True))
+
+
 @pytest.mark.parametrize("window", [None, 700])
 def test_shared_splits_do_not_matter(window: int | None) -> None:
     """A long context whose splits several threads share gives the bits of one thread, row by row."""
@@ -128,7 +168,7 @@ def test_instruction_sets_agree(environment: dict[str, str], tmp_path: Path) -> 
 NO_COMPILATION = """
 from numba.core import event
 from attention_cases import make_block, run_chunked
-from colibri_mp.kernels import attention_stage, head, router
+from colibri_mp.kernels import attention_stage
 from colibri_mp.kernels.team import ThreadTeam
 
 class Compiled(event.Listener):
@@ -142,7 +182,7 @@ event.register("numba:compile", Compiled())
 block = make_block()
 with ThreadTeam(2) as team:
     run_chunked(block.stage(team), block, block.rows(10), 10)
-assert attention_stage.STAGE.was_cached
+assert attention_stage.STAGE._callback.cache_hits
 assert not Compiled.names, Compiled.names
 """
 

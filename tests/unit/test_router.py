@@ -96,12 +96,15 @@ def test_planned_bytes_cover_what_is_allocated() -> None:
     spec = RouterSpec(40, 6, True)
     with ThreadTeam(1) as team:
         router, head = RouterStage(team, spec, HIDDEN, 1e-6, TOKENS), HeadStage(team, HIDDEN, 300, 1e-6, TOKENS)
+        (x, norm), rng = rows(7), np.random.default_rng(8)
+        router(x, norm, random_matrix(rng, Q8, 40, HIDDEN))
+        head(x, norm, random_matrix(rng, F32, 300, HIDDEN))
         own = [router._probabilities, router._ids, router._weights]
         for linear, planned, more in (
             (router._linear, RouterStage.scratch_bytes(spec, HIDDEN, TOKENS), own),
             (head._linear, HeadStage.scratch_bytes(HIDDEN, 300, TOKENS), []),
         ):
-            arrays = [linear.h, linear.y, linear._prepared, linear._xs, linear._ys, *more]
+            arrays = [linear.h, linear.y, linear._prepared, linear._ys, *linear._tables.values(), *more]
             assert sum(array.nbytes for array in arrays) <= planned
 
 

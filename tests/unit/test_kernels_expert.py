@@ -1,0 +1,117 @@
+"""The expert stage: against numpy, and the same bits whatever the batch, the order of arrival and the number of threads."""
+
+import numpy as np
+import pytest
+from kernel_cases import BF16, EXPERT_ENCODINGS, F32, Experts, affine
+
+from colibri_mp.formats import Encoding
+from colibri_mp.kernels import reference
+from colibri_mp.kernels.expert import ExpertStage, scratch_bytes
+from colibri_mp.kernels.layout import ExpertShape
+from colibri_mp.kernels.team import ThreadTeam
+
+Q4, Q8 = affine(4, 64, "bf16"), affine(8, 64, "bf16")
+CASES = (
+    ((Q4, Q4, Q4), 128, 192),
+    (EXPERT_ENCODINGS, 128, 96),  # a last chunk of 32 hidden columns
+    ((BF16, BF16, BF16), 72, 40),  # columns of D and F that fill no block
+    ((F32, Q4, Q8), 64, 64),  # gate and up read differently prepared activations
+    ((Q4, Q4, affine(8, 128, "f32")), 64, 256),  # chunks of 128 hidden columns
+)
+
+
+@pytest.mark.parametrize(("encodings", "hidden", "width"), CASES)
+def test_step_agrees_with_numpy(encodings: tuple[Encoding, Encoding, Encoding], hidden: int, width: int) -> None:
+    """A batch of 70 tokens, enough for several passes of an expert, gives the weighted sums of the experts' outputs."""
+    experts = Experts(encodings, hidden, width)
+    batch = experts.batch(70, 4)
+    with ThreadTeam(2) as team:
+        out = experts.step(ExpertStage(team, experts.shape, 70, 4), batch, experts.ids)
+    expected = reference.experts(*batch, experts.matrices)
+    assert np.abs(out - expected).max() < 1e-6 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(("encodings", "hidden", "width"), CASES[:3])
+def test_bits_do_not_depend_on_order_batch_or_threads(
+    encodings: tuple[Encoding, Encoding, Encoding], hidden: int, width: int
+) -> None:
+    """Experts in any order and number of calls, tokens alone or together, one to three threads: the same bits."""
+    experts, rng = Experts(encodings, hidden, width), np.random.default_rng(1)
+    x, ids, weights = batch = experts.batch(13, 3)
+    results = []
+    for num_threads in (1, 2, 3):
+        with ThreadTeam(num_threads) as team:
+            stage = ExpertStage(team, experts.shape, 13, 3)
+            results += [experts.step(stage, batch, rng.permutation(experts.ids), num_calls) for num_calls in (1, 2, 6)]
+            rows = [slice(t, t + 1) for t in range(13)]
+            results.append(np.concatenate([experts.step(stage, (x[r], ids[r], weights[r]), experts.ids) for r in rows]))
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
+def test_dense_block_is_one_expert_with_weight_one() -> None:
+    """The coordinator uses the stage for dense layers: the sum with one weight of 1 is the expert's output."""
+    experts = Experts((Q4, Q4, Q4), 64, 64, num_experts=1)
+    x, _, _ = experts.batch(5, 1)
+    with ThreadTeam(1) as team:
+        stage = ExpertStage(team, experts.shape, 8, 1)
+        out = experts.step(stage, (x, np.zeros((5, 1), np.int32), np.ones((5, 1), np.float32)), experts.ids)
+    expected = reference.expert(x, *experts.matrices[0])
+    assert np.abs(out - expected).max() < 1e-6 * np.abs(expected).max()
+
+
+def test_experts_that_nobody_chose_change_nothing() -> None:
+    """Computing more experts than were routed, ids beyond the largest included, is allowed."""
+    experts = Experts((Q4, Q4, Q4), 64, 64)
+    x, ids, weights = experts.batch(4, 2)
+    ids = np.minimum(ids, 2)
+    with ThreadTeam(2) as team:
+        stage = ExpertStage(team, experts.shape, 4, 2)
+        every = experts.step(stage, (x, ids, weights), experts.ids)
+        routed = experts.step(stage, (x, ids, weights), np.unique(ids[ids >= 0]))
+    np.testing.assert_array_equal(every, routed)
+
+
+def test_tokens_without_experts_give_zeros() -> None:
+    """A step where nothing is routed to us ends without a compute call, and with zeros."""
+    shape = ExpertShape(64, 64, Q4.format, Q4.format, Q4.format)
+    out = np.ones((3, 64), np.float32)
+    with ThreadTeam(1) as team:
+        stage = ExpertStage(team, shape, 4, 2)
+        stage.begin(np.ones((3, 64), np.float32), np.full((3, 2), -1, np.int32), np.ones((3, 2), np.float32))
+        stage.finish(out)
+    assert not out.any()
+
+
+def test_large_expert_ids() -> None:
+    """Ids are bounded by memory only: tables grow, and shrink to nothing special afterwards."""
+    experts = Experts((Q4, Q4, Q4), 64, 64)
+    x, ids, weights = experts.batch(6, 2)
+    with ThreadTeam(2) as team:
+        stage = ExpertStage(team, experts.shape, 6, 2)
+        small = experts.step(stage, (x, ids, weights), experts.ids)
+        stage.begin(x, np.where(ids < 0, -1, ids + 1000).astype(np.int32), weights)
+        stage.compute(experts.ids + np.int32(1000), np.array([slab.ctypes.data for slab in experts.slabs], np.int64))
+        large = np.empty_like(x)
+        stage.finish(large)
+    np.testing.assert_array_equal(small, large)
+
+
+def test_finish_refuses_a_step_with_missing_experts() -> None:
+    """A forgotten expert is an error and not a wrong sum."""
+    experts = Experts((Q4, Q4, Q4), 64, 64)
+    with ThreadTeam(1) as team:
+        stage = ExpertStage(team, experts.shape, 6, 2)
+        with pytest.raises(AssertionError, match="rows were computed"):
+            experts.step(stage, experts.batch(6, 2), experts.ids[:-1])
+
+
+def test_scratch_is_what_the_plan_says() -> None:
+    """`scratch_bytes` counts all arrays of a stage, to a few KiB."""
+    shape = ExpertShape(128, 192, Q4.format, Q4.format, Q4.format)
+    with ThreadTeam(1) as team:
+        stage = ExpertStage(team, shape, 50, 4)
+    arrays = {id(value): value.nbytes for value in vars(stage).values() if isinstance(value, np.ndarray)}
+    owned = sum(arrays.values())
+    planned = scratch_bytes(shape, 50, 4, num_threads=1)
+    assert planned <= owned <= planned + 16384
