@@ -37,6 +37,7 @@ class Listener:
     """A bound ROUTER socket. Peers are named by their identity bytes."""
 
     def __init__(self, path: Path, linger_s: float = 0.0) -> None:
+        self._path = path
         self._context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an absent peer is an error, not a lost message
@@ -71,6 +72,7 @@ class Listener:
         """Close; what is queued is still sent for `linger_s`. The socket file is removed."""
         self.socket.close()
         self._context.term()
+        self._path.unlink(missing_ok=True)
 
 
 class Link:

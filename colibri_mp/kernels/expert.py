@@ -26,7 +26,7 @@ from colibri_mp.kernels.expert_stages import (
     PREPARE_STAGE,
     ROWS_PER_PASS,
     TOKENS_PER_CHUNK,
-    select_experts,
+    count_rows,
 )  # fmt: skip
 from colibri_mp.kernels.layout import BLOCK_ROWS, ExpertShape
 from colibri_mp.kernels.linear import DEFAULT_PLANES, describe_format, row_table
@@ -164,7 +164,8 @@ class ExpertStage:
         )
         _check(expert_ids, (num_experts,), np.int32)
         _check(slab_addresses, (num_experts,), np.int64)
-        self._rows_done += select_experts(expert_ids, slab_addresses, self._starts, self._expert_ids, self._slabs)
+        self._expert_ids[:num_experts], self._slabs[:num_experts] = expert_ids, slab_addresses
+        self._rows_done += count_rows(self._expert_ids, num_experts, self._starts)
         self._compute["num_experts"] = num_experts
         self._team.run(COMPUTE_STAGE, self._compute)
 

@@ -267,11 +267,10 @@ COMBINE_STAGE = Native(_combine_stage)
 
 
 @compiled
-def select_experts(expert_ids: Any, slabs: Any, starts: Any, own_ids: Any, own_slabs: Any) -> int:
-    """Copy the arguments of `ExpertStage.compute`; how many rows these experts have."""
+def count_rows(expert_ids: Any, num_experts: int, starts: Any) -> int:
+    """How many rows these experts have."""
     num_rows = 0
-    for i in range(expert_ids.size):
-        own_ids[i], own_slabs[i] = expert_ids[i], slabs[i]
+    for i in range(num_experts):
         if expert_ids[i] + 1 < starts.size:
             num_rows += starts[expert_ids[i] + 1] - starts[expert_ids[i]]
-    return int(num_rows)
+    return num_rows

@@ -11,8 +11,11 @@ import. Both answers are fixed for the life of a process; spawned children inher
 import hashlib
 import os
 import platform
+import shutil
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -92,6 +95,9 @@ def _cache_key() -> str:
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        digest.update(
+            f"{path.stat().st_mtime_ns}\0".encode()
+        )  # numba compiles again when the time of a file has changed
     cpu = os.environ.get("NUMBA_CPU_NAME") or llvm.get_host_cpu_name()
     features = os.environ.get("NUMBA_CPU_FEATURES") or ",".join(sorted(_host_features()))
     for part in (cpu, features, version("numba"), version("llvmlite"), sys.version, str(Path(__file__).parent)):
@@ -121,11 +127,25 @@ USER_CACHE = "the user's cache"
 """Reason of the usual folder."""
 
 
+KEPT_FOLDERS, KEPT_SECONDS = 8, 24 * 3600
+"""Folders of other versions are kept if they are among the last 8 used, or were used within a day."""
+
+
 class CacheFolder(NamedTuple):
     """Where compiled kernels are kept, and why there."""
 
     path: Path
     reason: str
+
+
+def _forget_old(folders: Path, in_use: Path) -> None:
+    """Remove all but the folders used last: each new version of the sources gets one (some 10 MB)."""
+    with suppress(OSError):  # another process may be doing the same
+        os.utime(in_use)
+        by_age = sorted(folders.iterdir(), key=lambda folder: folder.stat().st_mtime, reverse=True)
+        for folder in by_age[KEPT_FOLDERS:]:
+            if folder != in_use and time.time() - folder.stat().st_mtime > KEPT_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @lru_cache(maxsize=1)
@@ -144,6 +164,8 @@ def prepare_cache() -> CacheFolder:
             folder = CacheFolder(
                 Path(tempfile.mkdtemp(prefix="colibri-mp-")), f"{reason}, nor {temporary}; used by this process only"
             )
+    else:
+        _forget_old(folder.path.parent, folder.path)
     os.environ["NUMBA_CACHE_DIR"] = str(folder.path)
     if "numba" in sys.modules:  # it has read its environment already
         sys.modules["numba"].config.CACHE_DIR = str(folder.path)

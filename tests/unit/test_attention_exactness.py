@@ -100,7 +100,7 @@ def test_no_schedule_matters(
         stage = block.stage(team)
         while sum(fed) < sum(LENGTHS):
             order = data.draw(st.permutations(range(3)))
-            counts = [data.draw(st.integers(0, min(8, LENGTHS[s] - fed[s]))) for s in order]
+            counts = [min(8 - data.draw(st.integers(0, 8)), LENGTHS[s] - fed[s]) for s in order]
             rows = [(fed[s] + i, s) for s, count in zip(order, counts, strict=True) for i in range(count)]
             if not rows:
                 continue
@@ -135,7 +135,7 @@ def test_shared_splits_do_not_matter(window: int | None) -> None:
 def other_instruction_sets() -> list[dict[str, str]]:
     """Environments that choose other instruction sets than this process has."""
     coarser = {
-        "avx512_vnni": [{"COLIBRI_ISA": "avx2"}, {"NUMBA_CPU_NAME": "haswell"}, {"COLIBRI_ISA": "generic"}],
+        "avx512_vnni": [{"NUMBA_CPU_NAME": "haswell"}, {"COLIBRI_ISA": "generic"}],
         "avx2": [{"COLIBRI_ISA": "generic"}],
         "neon_dot": [{"COLIBRI_ISA": "generic"}],
     }

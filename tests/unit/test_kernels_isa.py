@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import kernel_cases
@@ -61,6 +62,17 @@ def test_cache_folder_is_known_without_numba(tmp_path: Path) -> None:
     other = where(COLIBRI_CACHE_DIR=str(tmp_path), COLIBRI_ISA="generic")
     assert other[0] == "generic"
     assert other[2] != folder
+
+
+def test_old_cache_folders_go(tmp_path: Path) -> None:
+    """Of folders of other versions the eight used last stay, and those used within a day."""
+    folders = tmp_path / "kernels"
+    for age_days in range(12):
+        (folders / f"generic-{age_days:02}").mkdir(parents=True)
+        os.utime(folders / f"generic-{age_days:02}", (0, time.time() - age_days * 86400 + 60))
+    current = Path(where(COLIBRI_CACHE_DIR=str(tmp_path))[2])
+    left = {path.name for path in folders.iterdir()}
+    assert left == {current.name} | {f"generic-{age_days:02}" for age_days in range(7)}
 
 
 def test_unwritable_cache_gives_a_temporary_folder(tmp_path: Path) -> None:
