@@ -167,7 +167,9 @@ class Cluster:
         deadline = time.monotonic() + timeout_s
         while rundir.find(self.name) is not None:
             if time.monotonic() > deadline:
-                raise CoordinatorDied(f"cluster {self.name!r} has not ended within {timeout_s:.0f} s; see its processes")
+                raise CoordinatorDied(
+                    f"cluster {self.name!r} has not ended within {timeout_s:.0f} s; see its processes"
+                )
             time.sleep(0.02)
 
     def close(self) -> None:

@@ -357,4 +357,3 @@ def _check_shm(pool_bytes: int) -> None:
             f"the expert pools need {format_size(pool_bytes)} of shared memory, /dev/shm has {format_size(free)} free; "
             "enlarge it (mount -o remount,size=... /dev/shm; in a container --shm-size) or lower --ram"
         )
-

@@ -85,9 +85,7 @@ def _lifeline(stop: Callable[[], None]) -> None:
 class Service:
     """One cluster, from the coordinator's side."""
 
-    def __init__(
-        self, config: LaunchConfig, owned: bool, progress: Callable[[str], None], stack: ExitStack
-    ) -> None:
+    def __init__(self, config: LaunchConfig, owned: bool, progress: Callable[[str], None], stack: ExitStack) -> None:
         self._config = config
         self._owner = [("client", os.getppid())] if owned else []
         self._progress = progress

@@ -71,7 +71,9 @@ def parser() -> argparse.ArgumentParser:
     verbs = {verb.__name__: subparsers.add_parser(verb.__name__) for verb in VERBS}
     for verb, function in zip(verbs.values(), VERBS, strict=True):
         verb.set_defaults(function=function)
-        verb.add_argument("--work", type=Path, default=ROOT.parent / "colibri-demo-model", help="corpora, data and run lie here")
+        verb.add_argument(
+            "--work", type=Path, default=ROOT.parent / "colibri-demo-model", help="corpora, data and run lie here"
+        )
     verbs["train"].add_argument("--steps", type=int, required=True)
     verbs["train"].add_argument("--decay-steps", type=int, required=True)
     verbs["train"].add_argument("--resume", action="store_true", help="go on from the last checkpoint")

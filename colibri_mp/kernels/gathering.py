@@ -73,7 +73,7 @@ def _gather(data: int, block_bytes: int, bits: int, group: int, kind: int, row_i
 def gather(matrix: PackedMatrix, row_ids: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> None:
     """See `layout.gather_rows`."""
     element = matrix.format.scale or matrix.format.kind
-    assert row_ids.dtype == np.int32
+    ids = np.array(row_ids, np.int32)  # a read-only array, as messages give, would be compiled for anew
     block_bytes = layout.geometry(matrix.format, matrix.cols).block_bytes
     bits, group = layout.code_bits(matrix.format), matrix.format.group_size
-    _gather(matrix.data.ctypes.data, block_bytes, bits, group, _ELEMENT_KINDS[element], row_ids, out)
+    _gather(matrix.data.ctypes.data, block_bytes, bits, group, _ELEMENT_KINDS[element], ids, out)

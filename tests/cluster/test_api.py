@@ -52,9 +52,9 @@ def test_interleaved_streams_are_those_of_each_alone(cluster: Cluster) -> None:
     streams = [cluster.events(p, max_tokens=12, temperature=0.0, ignore_eos=True) for p in PROMPTS]
     together: list[list[int]] = [[] for _ in PROMPTS]
     for events in itertools.zip_longest(*streams):
-        for tokens, event in zip(together, events, strict=True):
+        for idx, event in enumerate(events):
             if event is not None and not isinstance(event, Finished):
-                tokens += event.token_ids
+                together[idx] += event.token_ids
     assert together == alone
 
 

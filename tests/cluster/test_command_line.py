@@ -20,7 +20,12 @@ SMALL = ["--model", str(MODEL), "--ctx", "128", "--threads", "1", "--workers", "
 def cli(*arguments: str, stdin: str = "", env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run the command line; standard input is a pipe."""
     return subprocess.run(
-        [*COMMAND, *arguments], input=stdin, capture_output=True, text=True, timeout=100, env={**os.environ, **(env or {})}
+        [*COMMAND, *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, **(env or {})},
     )
 
 
@@ -41,7 +46,16 @@ def test_run_prints_one_json_object() -> None:
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["token_ids"] == golden["generated_ids"].tolist()
-    fields = {"text", "token_ids", "finish_reason", "prompt_tokens", "completion_tokens", "ttft_s", "prefill_tok_s", "decode_tok_s"}
+    fields = {
+        "text",
+        "token_ids",
+        "finish_reason",
+        "prompt_tokens",
+        "completion_tokens",
+        "ttft_s",
+        "prefill_tok_s",
+        "decode_tok_s",
+    }
     assert fields <= answer.keys()
     assert {"hits", "misses", "hit_rate", "bytes_read", "disk_s"} <= answer["cache"].keys()
     assert {"budget_bytes", "peak_bytes", "by_process"} <= answer["memory"].keys()
@@ -150,7 +164,12 @@ def test_unwritable_home(tmp_path: Path) -> None:
     """Without a place for the kernel cache it still runs, and says where the kernels are kept."""
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
-    env = {"HOME": str(blocked), "XDG_CACHE_HOME": str(blocked / "cache"), "TMPDIR": str(tmp_path), "COLIBRI_RUN_DIR": "/tmp/cmp-home"}
+    env = {
+        "HOME": str(blocked),
+        "XDG_CACHE_HOME": str(blocked / "cache"),
+        "TMPDIR": str(tmp_path),
+        "COLIBRI_RUN_DIR": "/tmp/cmp-home",
+    }
     env["COLIBRI_CACHE_DIR"] = str(blocked / "colibri")
     done = cli("run", "--prompt-ids", "1,2,3", *SMALL, "--max-tokens", "1", "--temp", "0", "--json", env=env)
     shutil.rmtree("/tmp/cmp-home", ignore_errors=True)
@@ -162,7 +181,9 @@ def test_unwritable_home(tmp_path: Path) -> None:
 def test_interrupt_ends_everything_calmly() -> None:
     """Ctrl-C in the middle of an answer: one line, exit code 130, nothing left (the leak check looks)."""
     command = [*COMMAND, "run", "--prompt-ids", "1,2,3", *SMALL[:2], "--ctx", "512", "--temp", "0", "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     assert process.stderr is not None
     for line in process.stderr:
         if "loading" in line:

@@ -71,7 +71,7 @@ def test_worker_killed_while_idle(run_folder: Path) -> None:
         processes = family(stats["pid"])
         os.kill(stats["workers"][0]["pid"], signal.SIGKILL)
         started = time.monotonic()
-        with pytest.raises(ColibriError, match="worker 0|coordinator"):
+        with pytest.raises(ColibriError, match=r"worker 0|coordinator"):
             cluster.generate([1, 2, 3], max_tokens=4)
         assert time.monotonic() - started < NOTICE_S
         nothing_left(processes, run_folder)
@@ -135,7 +135,10 @@ sys.stdin.read()
 def test_client_that_dies_takes_its_cluster_along(how: signal.Signals, run_folder: Path) -> None:
     """However an owning client ends, its cluster ends and leaves nothing."""
     client = subprocess.Popen(
-        [sys.executable, "-c", CLIENT, str(MODEL)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, "-c", CLIENT, str(MODEL)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     )
     assert client.stdin is not None
     assert client.stdout is not None
@@ -155,7 +158,7 @@ def test_sigterm_to_the_coordinator_is_a_clean_stop(run_folder: Path) -> None:
         events = cluster.events([1, 2, 3], max_tokens=400, temperature=0.0, ignore_eos=True)
         next(events)
         os.kill(pid, signal.SIGTERM)
-        with pytest.raises(ColibriError, match="stopping|ended"):
+        with pytest.raises(ColibriError, match=r"stopping|ended"):
             for _ in events:
                 pass
         nothing_left(processes, run_folder)

@@ -60,14 +60,26 @@ def test_every_package_has_an_init() -> None:
 def test_imports_go_one_way(module: str, path: Path) -> None:
     """shm knows nothing of workers; both use only the shared vocabulary; only the coordinator's side starts workers."""
     used = imports_of(path)
-    coordinator_side = ("cli", "client", "engine", "coordinator", "service", "supervisor", "scheduler", "control", "planner")
+    coordinator_side = (
+        "cli",
+        "client",
+        "engine",
+        "coordinator",
+        "service",
+        "supervisor",
+        "scheduler",
+        "control",
+        "planner",
+    )
     if module.startswith(("colibri_mp.shm", "colibri_mp.workers")):
         forbidden = [f"colibri_mp.{name}" for name in coordinator_side]
         assert not [name for name in used for bad in forbidden if name == bad or name.startswith(bad + ".")]
     if module.startswith("colibri_mp.shm"):
         assert not [name for name in used if name.startswith("colibri_mp.workers")]
     if module.startswith(("colibri_mp.kernels", "colibri_mp.models", "colibri_mp.checkpoint")):
-        assert not [name for name in used if name.startswith(("colibri_mp.workers", "colibri_mp.shm", "colibri_mp.coordinator"))]
+        assert not [
+            name for name in used if name.startswith(("colibri_mp.workers", "colibri_mp.shm", "colibri_mp.coordinator"))
+        ]
 
 
 def test_only_transport_uses_zmq_and_only_segment_shared_memory() -> None:
@@ -81,7 +93,18 @@ def test_only_transport_uses_zmq_and_only_segment_shared_memory() -> None:
 
 def test_wheel_is_complete(tmp_path: Path) -> None:
     """The wheel holds every module, the type marker, the licence and the built-in model."""
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(ROOT)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+        str(ROOT),
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=100)
     names = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
     for module, path in modules():

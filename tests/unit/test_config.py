@@ -8,7 +8,15 @@ from colibri_mp.errors import ConfigError
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("2GB", 2_000_000_000), ("1.5GiB", 3 << 29), ("800m", 800_000_000), ("4096", 4096), (" 3 kB ", 3000), ("1TiB", 1 << 40), (77, 77)],
+    [
+        ("2GB", 2_000_000_000),
+        ("1.5GiB", 3 << 29),
+        ("800m", 800_000_000),
+        ("4096", 4096),
+        (" 3 kB ", 3000),
+        ("1TiB", 1 << 40),
+        (77, 77),
+    ],
 )
 def test_sizes(text: str | int, nbytes: int) -> None:
     """Decimal and binary units, with or without B, in any case."""
@@ -22,7 +30,9 @@ def test_what_is_no_size(text: str | int) -> None:
         parse_size(text)
 
 
-@pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (3_540_000, "3.54 MB"), (2e12, "2 TB"), (999_700, "1 MB")])
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (3_540_000, "3.54 MB"), (2e12, "2 TB"), (999_700, "1 MB")]
+)
 def test_sizes_for_people(nbytes: float, text: str) -> None:
     """Three digits and a unit."""
     assert format_size(nbytes) == text

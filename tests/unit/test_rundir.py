@@ -33,7 +33,7 @@ def test_private_and_gone_after_use(base: Path) -> None:
 def test_name_in_use_is_refused() -> None:
     """A second cluster of the same name is an error that names the cure."""
     made = rundir.create("one")
-    with pytest.raises(ConfigError, match="already running.*stop --name one"):
+    with pytest.raises(ConfigError, match=r"already running.*stop --name one"):
         rundir.create("one")
     made.remove()
 

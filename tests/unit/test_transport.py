@@ -82,7 +82,7 @@ def test_waiting_watches_descriptors_too() -> None:
 
 def test_too_long_socket_path(tmp_path: Path) -> None:
     """The refusal says the limit and the variable to set."""
-    with pytest.raises(ConfigError, match="103.*COLIBRI_RUN_DIR"):
+    with pytest.raises(ConfigError, match=r"103.*COLIBRI_RUN_DIR"):
         address(tmp_path / ("x" * 120))
 
 
