@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 
 from colibri_mp import rundir
 from colibri_mp.config import LaunchConfig, from_keywords
-from colibri_mp.errors import ConfigError, CoordinatorDied, ProtocolError, describe_exit, from_wire
+from colibri_mp.errors import ConfigError, CoordinatorDied, ProtocolError, RequestError, describe_exit, from_wire
 from colibri_mp.handshake import start_coordinator, stop_process
 from colibri_mp.messages import (
     Cancel,
@@ -46,6 +46,10 @@ from colibri_mp.transport import Link
 
 _CHECK_S = 0.5  # how often a waiting client looks whether the coordinator lives
 _STOP_TIMEOUT_S = 15.0
+
+
+AnyPrompt: TypeAlias = Prompt | Sequence[int] | Sequence[dict[str, str]]
+"""Text, token ids, or messages {"role", "content"} for the chat template."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ class Cluster:
 
     # -- use -----------------------------------------------------------------------------------------------------------
 
-    def generate(self, prompt: Prompt | Sequence[dict[str, str]], **options: Any) -> Completion:
+    def generate(self, prompt: AnyPrompt, **options: Any) -> Completion:
         """The whole answer to `prompt`: text, token ids, or messages for the chat template. Options as in `stream`."""
         token_ids: list[int] = []
         text: list[str] = []
@@ -111,7 +115,7 @@ class Cluster:
                 return Completion(token_ids, "".join(text), message.finish_reason, message.stats)
         raise ProtocolError("the answer ended without a finish")
 
-    def stream(self, prompt: Prompt | Sequence[dict[str, str]], **options: Any) -> Iterator[str]:
+    def stream(self, prompt: AnyPrompt, **options: Any) -> Iterator[str]:
         """Yield the answer's text as it is made, whole characters only.
 
         Args:
@@ -127,7 +131,7 @@ class Cluster:
             if message.text:
                 yield message.text
 
-    def events(self, prompt: Prompt | Sequence[dict[str, str]], **options: Any) -> Iterator[Piece | Finished]:
+    def events(self, prompt: AnyPrompt, **options: Any) -> Iterator[Piece | Finished]:
         """Like `stream`, with token ids and, as the last event, the statistics. Leaving the loop early cancels."""
         yield from self._generate(prompt, **options)
 
@@ -191,7 +195,7 @@ class Cluster:
     # -- inner ---------------------------------------------------------------------------------------------------------
 
     def _generate(
-        self, prompt: Prompt | Sequence[dict[str, str]], *, max_tokens: int | None = None, stop: str | Sequence[str] = (),
+        self, prompt: AnyPrompt, *, max_tokens: int | None = None, stop: str | Sequence[str] = (),
         ignore_eos: bool = False, **sampling: Any,
     ) -> Iterator[Piece | Finished]:  # fmt: skip
         request_id = next(self._request_ids)
@@ -251,14 +255,22 @@ def _found(name: str) -> rundir.RunDir:
     return found
 
 
-def _prompt(prompt: Prompt | Sequence[dict[str, str]]) -> Prompt:
+def _prompt(prompt: AnyPrompt) -> Prompt:
     """The prompt as it travels: a list of dicts is a conversation, any other sequence token ids."""
     if isinstance(prompt, str | Conversation):
         return prompt
-    items = list(prompt)
-    if items and isinstance(items[0], dict):
-        return Conversation(tuple(ChatMessage(m["role"], m["content"]) for m in items if isinstance(m, dict)))
-    return [int(token) for token in items if not isinstance(token, dict)]
+    messages = [item for item in prompt if isinstance(item, dict)]
+    if messages and len(messages) == len(prompt):
+        return Conversation(tuple(_chat_message(item) for item in messages))
+    if messages or not all(isinstance(item, int | np.integer) for item in prompt):
+        raise RequestError("a prompt is a text, a list of token ids, or a list of {'role', 'content'} messages")
+    return [int(item) for item in prompt if not isinstance(item, dict)]
+
+
+def _chat_message(message: dict[str, str]) -> ChatMessage:
+    if message.keys() != {"role", "content"}:
+        raise RequestError(f"a message has the keys role and content, not {sorted(message)}")
+    return ChatMessage(**message)
 
 
 def _sampling(options: dict[str, Any]) -> Sampling:

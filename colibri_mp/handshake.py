@@ -123,7 +123,7 @@ def _await_ready(process: subprocess.Popen[bytes], request: StartRequest, progre
 
 def _event(line: bytes) -> Event:
     try:
-        return msgspec.json.decode(line, type=Event)  # type: ignore[no-any-return]
+        return msgspec.json.decode(line, type=Event)
     except msgspec.MsgspecError as error:
         raise ColibriError(f"cannot understand the coordinator: {json.dumps(line.decode(errors='replace'))}") from error
 

@@ -240,7 +240,7 @@ class _Codec(threading.local):
 
     def decode(self, frames: Sequence[Frame]) -> Message:
         self._frames = frames[1:]
-        return self._decoder.decode(memoryview(frames[0])[_HEADER.size :])  # type: ignore[no-any-return]
+        return self._decoder.decode(memoryview(frames[0])[_HEADER.size :])
 
 
 _codec = _Codec()

@@ -5,6 +5,7 @@ Sockets are ipc files in the private run directory. Sending never blocks; receiv
 depends on. A `Listener` and a `Link` belong to the thread that made them.
 """
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -118,7 +119,7 @@ def wait(sources: Sequence[Waitable], timeout_s: float | None) -> list[Waitable]
         key = source if isinstance(source, int) else source.socket
         by_key[key] = source
         poller.register(key, zmq.POLLIN)
-    return [by_key[key] for key, _ in poller.poll(None if timeout_s is None else timeout_s * 1000)]
+    return [by_key[key] for key, _ in poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))]
 
 
 def _small(frames: Sequence[bytes | memoryview]) -> bool:

@@ -8,25 +8,28 @@ chunks of a prompt, the number of threads, or where the blocks lie. Phases: `att
 `attention_core`, `attention_tiles`; cache: `kv_cache`; the same in plain numpy: `reference_attention`.
 """
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from colibri_mp.errors import RequestError
-from colibri_mp.kernels import attention_stage
-from colibri_mp.kernels.attention_stage import FRAME, NORM_FULL, NORM_HEAD, NORM_NONE, PLACE, STEP_FIELDS
+from colibri_mp.kernels import attention_plan, attention_stage
+from colibri_mp.kernels.attention_inputs import AttentionWeights, Batch, check_plain
+from colibri_mp.kernels.attention_plan import PLACE, PLAN
+from colibri_mp.kernels.attention_rows import NORM_FULL, NORM_HEAD, NORM_NONE
+from colibri_mp.kernels.attention_stage import FRAME, STEP_FIELDS
 from colibri_mp.kernels.attention_tiles import SCORE_STRIDE, SPLIT_TOKENS
 from colibri_mp.kernels.kv_cache import KVCache, padded_head_dim, tile_floats
-from colibri_mp.kernels.layout import PackedMatrix, num_blocks
+from colibri_mp.kernels.layout import num_blocks
 from colibri_mp.kernels.linear import DEFAULT_PLANES, describe, row_table
 from colibri_mp.kernels.rope import RopeTables
 from colibri_mp.kernels.team import ThreadTeam, aligned_bytes
 from colibri_mp.specs import AttentionSpec
 
+__all__ = ["AttentionStage", "AttentionWeights", "Batch"]
+
 F32Array = NDArray[np.float32]
-I32Array = NDArray[np.int32]
 
 CHUNK_QUERIES = 32
 """Query vectors that share a pass over the cache (more if a key-value head has more query heads)."""
@@ -37,65 +40,6 @@ MAX_PARTIALS_BYTES = 4 << 20
 _ITEMS_A_THREAD = 4
 _NO_WINDOW = 1 << 40
 _QK_NORM = {"none": NORM_NONE, "head": NORM_HEAD, "full": NORM_FULL}
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionWeights:
-    """Weights of one attention block. Vectors are C-contiguous float32; those that the spec lacks are None.
-
-    norm [D]; q [num_heads * head_dim, D], k and v [num_kv_heads * head_dim, D], o [D, num_heads * head_dim];
-    q_norm and k_norm [head_dim] for "head", [rows of q], [rows of k] for "full".
-    """
-
-    norm: F32Array
-    q: PackedMatrix
-    k: PackedMatrix
-    v: PackedMatrix
-    o: PackedMatrix
-    q_bias: F32Array | None = None
-    k_bias: F32Array | None = None
-    v_bias: F32Array | None = None
-    o_bias: F32Array | None = None
-    q_norm: F32Array | None = None
-    k_norm: F32Array | None = None
-
-    def check(self, spec: AttentionSpec) -> None:
-        """Our own invariant: the loader has compared the checkpoint with its configuration."""
-        rows = {"q": spec.q_width, "k": spec.kv_width, "v": spec.kv_width, "o": spec.hidden}
-        for name, matrix in (("q", self.q), ("k", self.k), ("v", self.v), ("o", self.o)):
-            shape = (rows[name], spec.q_width if name == "o" else spec.hidden)
-            assert (matrix.rows, matrix.cols) == shape, f"{name} is [{matrix.rows}, {matrix.cols}], not {shape}"
-        norm_widths = {"none": (0, 0), "head": (spec.head_dim, spec.head_dim), "full": (spec.q_width, spec.kv_width)}
-        q_norm, k_norm = norm_widths[spec.qk_norm]
-        widths = {"norm": spec.hidden, "q_norm": q_norm, "k_norm": k_norm, "o_bias": spec.hidden * spec.o_bias}
-        widths |= {"q_bias": spec.q_width * spec.qkv_bias}
-        widths |= {"k_bias": spec.kv_width * spec.qkv_bias, "v_bias": spec.kv_width * spec.qkv_bias}
-        for name, width in widths.items():
-            vector = getattr(self, name)
-            assert (0 if vector is None else vector.size) == width, f"{name} must have {width} elements"
-            if vector is not None:
-                _check_plain(vector, np.float32)
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """The rows of one step. All int32, C-contiguous.
-
-    positions [T]: of each row in its sequence; sequence_idx [T]: its row of the block table;
-    block_table [S, max_blocks]: id of the block that holds the positions 16 * i .. 16 * i + 15 (entries beyond are not read).
-    Rows of a sequence come in ascending order of position; consecutive ones next to each other share work.
-    The arrays stay as they are while the batch is in use: a stage plans once for all layers.
-    """
-
-    positions: I32Array
-    sequence_idx: I32Array
-    block_table: I32Array
-
-    def __post_init__(self) -> None:
-        for array in (self.positions, self.sequence_idx, self.block_table):
-            _check_plain(array, np.int32)
-        assert self.positions.shape == self.sequence_idx.shape
-        assert self.block_table.ndim == 2
 
 
 class AttentionStage:
@@ -148,7 +92,7 @@ class AttentionStage:
         """
         num_tokens = batch.positions.size
         assert x.shape == (num_tokens, self.spec.hidden), f"x is {x.shape} for {num_tokens} tokens"
-        _check_plain(x, np.float32)
+        check_plain(x, np.float32)
         assert 0 <= layer_idx < kv.num_layers
         frame, step = self._bound(weights)
         step[:] = (*self._plan(batch, kv), kv.address(layer_idx), x.ctypes.data)
@@ -159,6 +103,7 @@ class AttentionStage:
         if self._planned is None or self._planned[0] is not batch or self._planned[1] is not kv:
             assert 1 <= batch.positions.size <= self.max_tokens
             assert (kv.num_kv_heads, kv.head_dim) == (self.spec.num_kv_heads, self.spec.head_dim)
+            self._planned = None  # the places are overwritten, even should that fail
             self._planned = (batch, kv, self._cut_to_places(batch, kv))
         return self._planned[2]
 
@@ -168,7 +113,7 @@ class AttentionStage:
         plan["positions"], plan["sequences"], plan["block_table"] = arrays
         plan["num_tokens"], plan["num_sequences"], plan["max_blocks"] = num_tokens, num_sequences, max_blocks
         plan["num_blocks"], plan["num_places"], plan["last_position"], plan["bad_row"] = kv.num_blocks, 0, 0, -1
-        attention_stage.plan_batch(plan.ctypes.data)
+        attention_plan.plan_batch(plan.ctypes.data)
         num_places, last_position, bad_row = (int(plan[name][0]) for name in ("num_places", "last_position", "bad_row"))
         if bad_row >= 0:
             raise RequestError(
@@ -221,7 +166,7 @@ class AttentionStage:
         return self._prepared[slot, row_bytes]
 
     def _make_plan_record(self) -> NDArray[np.void]:
-        plan = np.zeros(1, attention_stage.PLAN)
+        plan = np.zeros(1, PLAN)
         plan["max_context"], plan["window"] = self.max_context, self.spec.window or _NO_WINDOW
         plan["group_size"], plan["rows_a_place"] = self.spec.group_size, self._rows_a_place
         plan["places"] = self._places.ctypes.data
@@ -247,11 +192,6 @@ class AttentionStage:
         frame["scratch"], frame["num_scratches"] = self._scratch.ctypes.data, self._team.num_threads
         frame["places"], frame["partials"] = self._places.ctypes.data, self._partials.ctypes.data
         return frame
-
-
-def _check_plain(array: NDArray[Any], dtype: type) -> None:
-    assert array.dtype == dtype, f"{array.dtype} instead of {dtype.__name__}"
-    assert array.flags.c_contiguous, "must be C-contiguous"
 
 
 def _address(array: F32Array | None) -> int:

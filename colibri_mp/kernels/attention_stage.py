@@ -1,8 +1,8 @@
-"""The compiled attention block: its frame, the plan of a batch, and the seven phases between which the team meets.
+"""The compiled attention block: its frame, and the seven phases between which the team meets.
 
     0  norm         rows of x -> RMS norm -> prepared rows for q, k and v
     1  project      blocks of q, k and v rows -> queries, keys, values of all tokens
-    2  turn         rows: biases, q/k norm, clip, rotary embedding, scale; keys and values go to the cache
+    2  turn         rows (`attention_rows`): biases, q/k norm, clip, rotary embedding, scale; keys and values go to the cache
     3  attend       chunks of queries over the cache (`attention_core`); the context takes the queries' place
     4  merge        only if phase 3 shared the splits of one chunk among threads: partials -> context
     5  prepare      rows of the context -> prepared rows for o
@@ -16,21 +16,17 @@ from typing import Any
 import numpy as np
 
 from colibri_mp.kernels import attention_core as core
+from colibri_mp.kernels.attention_plan import PLACE, PLACE_BYTES
+from colibri_mp.kernels.attention_rows import add_row, clip_row, finish_projection, store_in_cache
 from colibri_mp.kernels.attention_tiles import SPLIT_TOKENS
 from colibri_mp.kernels.jit import Native, compiled, fixed
 from colibri_mp.kernels.linear import MATRIX, blocks_per_chunk, multiply_blocks, prepare_rows
-from colibri_mp.kernels.norm import load_up_to16, rms_norm_row, store_up_to16
+from colibri_mp.kernels.norm import rms_norm_row
 from colibri_mp.kernels.team import barrier, done, take, thread_slot
 from colibri_mp.kernels.vectors import (
     call_native3,
-    get_f32,
     get_i32,
-    max16,
-    min16,
     record_at,
-    set_f32,
-    splat16,
-    store16,
 )
 
 STEP_FIELDS = (
@@ -70,57 +66,9 @@ FRAME = np.dtype(
 )
 """What a call of the stage knows; 0 where an address is of something that is not there."""
 
-_PLACE_FIELDS = ("row", "num_rows", "position", "sequence", "num_queries", "width", "num_groups")
-PLACE = np.dtype([(name, np.int64) for name in _PLACE_FIELDS])
-"""Rows of one sequence with consecutive positions; the queries, in groups of `width`, are those of one key-value head."""
-PLACE_BYTES = PLACE.itemsize
-
-_PLAN_FIELDS = (
-    *("positions", "sequences", "block_table", "num_tokens", "num_sequences", "max_blocks", "num_blocks"),
-    *("max_context", "window", "group_size", "rows_a_place", "places"),
-    *("num_places", "last_position", "bad_row"),
-)
-PLAN = np.dtype([(name, np.int64) for name in _PLAN_FIELDS])
-"""A batch to plan; the last three are results: places made, largest position, first row in error or -1."""
-
-NORM_NONE, NORM_HEAD, NORM_FULL = 0, 1, 2
 _TOKENS_A_CHUNK = 4
 
 _NORM, _PROJECT, _TURN, _ATTEND, _MERGE, _PREPARE, _OUTPUT = (fixed(phase) for phase in range(7))
-
-
-@compiled
-def plan_batch(plan: int) -> None:
-    """Cut the batch of a PLAN (its address) into places; a row that could touch memory not its own ends it, as `bad_row`."""
-    job = record_at(plan, PLAN)
-    for row in range(job.num_tokens):
-        position, sequence = get_i32(job.positions + 4 * row), get_i32(job.sequences + 4 * row)
-        if not _is_inside(job, position, sequence):
-            job.bad_row = row
-            return
-        job.last_position = max(job.last_position, position)
-        place = record_at(job.places + max(0, job.num_places - 1) * PLACE_BYTES, PLACE)
-        follows = job.num_places > 0 and place.sequence == sequence and place.position + place.num_rows == position
-        if not (follows and place.num_rows < job.rows_a_place):
-            place = record_at(job.places + job.num_places * PLACE_BYTES, PLACE)
-            place.row, place.num_rows, place.position, place.sequence = row, 0, position, sequence
-            job.num_places += 1
-        place.num_rows += 1
-        place.num_queries = place.num_rows * job.group_size
-        place.width = core.group_width(place.num_queries)
-        place.num_groups = (place.num_queries + place.width - 1) // place.width
-
-
-@compiled
-def _is_inside(job: Any, position: int, sequence: int) -> bool:
-    """Whether a row and all blocks that it may read exist."""
-    if not (0 <= position < job.max_context and 0 <= sequence < job.num_sequences and position // 16 < job.max_blocks):
-        return False
-    for block in range(max(0, position - job.window + 1) // 16, position // 16 + 1):
-        block_id = get_i32(job.block_table + (sequence * job.max_blocks + block) * 4)
-        if block_id < 0 or block_id >= job.num_blocks:
-            return False
-    return True
 
 
 def _attention_stage(frame: int, control: int, tag: int) -> None:
@@ -220,79 +168,14 @@ def _turn_phase(job: Any, control: int, tag: int) -> bool:
         for t in range(chunk * _TOKENS_A_CHUNK, min(job.num_tokens, (chunk + 1) * _TOKENS_A_CHUNK)):
             position = get_i32(job.positions + 4 * t)
             q, k, v = job.q + t * job.q_stride, job.k + t * job.k_stride, job.v + t * job.k_stride
-            _finish_projection(job, q, job.q_bias, job.q_norm, job.num_heads, position, np.float32(job.scale))
-            _finish_projection(job, k, job.k_bias, job.k_norm, job.num_kv_heads, position, np.float32(1.0))
-            _add_row(v, job.v_bias, job.num_kv_heads * job.head_dim)
-            _clip_row(v, job.num_kv_heads * job.head_dim, np.float32(job.clip))
-            _store_in_cache(job, t, position, k, v)
+            finish_projection(job, q, job.q_bias, job.q_norm, job.num_heads, position, np.float32(job.scale))
+            finish_projection(job, k, job.k_bias, job.k_norm, job.num_kv_heads, position, np.float32(1.0))
+            add_row(v, job.v_bias, job.num_kv_heads * job.head_dim)
+            clip_row(v, job.num_kv_heads * job.head_dim, np.float32(job.clip))
+            store_in_cache(job, t, position, k, v)
         done(control, _TURN)
         chunk = take(control, tag, _TURN, num_chunks)
     return barrier(control, tag, _TURN, num_chunks)
-
-
-@compiled
-def _finish_projection(
-    job: Any, row: int, bias: int, norm: int, num_heads: int, position: int, scale: np.float32
-) -> None:
-    """Bias, norm, clip, rotary embedding and scale of all heads of q or k of one token, in place."""
-    width = num_heads * job.head_dim
-    _add_row(row, bias, width)
-    if job.qk_norm == NORM_FULL:
-        rms_norm_row(row, norm, row, width, np.float32(job.eps))
-    elif job.qk_norm == NORM_HEAD:
-        for head in range(num_heads):
-            place = row + head * job.head_dim * 4
-            rms_norm_row(place, norm, place, job.head_dim, np.float32(job.eps))
-    _clip_row(row, width, np.float32(job.clip))
-    angles = position * job.rotary_half * 4
-    for head in range(num_heads):
-        _turn_head(row + head * job.head_dim * 4, job.cos + angles, job.sin + angles, job.rotary_half)
-    if scale != np.float32(1.0):
-        for i in range(0, width, 16):
-            store_up_to16(row + 4 * i, load_up_to16(row + 4 * i, width - i) * splat16(scale), width - i)
-
-
-@compiled
-def _add_row(row: int, addend: int, width: int) -> None:
-    """row += addend, unless that is 0."""
-    if addend != 0:
-        for i in range(0, width, 16):
-            total = load_up_to16(row + 4 * i, width - i) + load_up_to16(addend + 4 * i, width - i)
-            store_up_to16(row + 4 * i, total, width - i)
-
-
-@compiled
-def _clip_row(row: int, width: int, limit: np.float32) -> None:
-    """Clamp to [-limit, limit], unless that is 0."""
-    if limit > np.float32(0.0):
-        for i in range(0, width, 16):
-            part = load_up_to16(row + 4 * i, width - i)
-            store_up_to16(row + 4 * i, max16(min16(part, splat16(limit)), splat16(-limit)), width - i)
-
-
-@compiled
-def _turn_head(head: int, cos: int, sin: int, half: int) -> None:
-    """Elements i and i + half turn by the angle of pair i."""
-    for i in range(0, half, 16):
-        first, second = head + 4 * i, head + 4 * (half + i)
-        a, b = load_up_to16(first, half - i), load_up_to16(second, half - i)
-        c, s = load_up_to16(cos + 4 * i, half - i), load_up_to16(sin + 4 * i, half - i)
-        store_up_to16(first, a * c - b * s, half - i)
-        store_up_to16(second, b * c + a * s, half - i)
-
-
-@compiled
-def _store_in_cache(job: Any, t: int, position: int, k: int, v: int) -> None:
-    """Scatter a token's keys and values to their tiles (layout: `kv_cache`)."""
-    lane = position % 16
-    block = get_i32(job.block_table + (get_i32(job.sequences + 4 * t) * job.max_blocks + position // 16) * 4)
-    for head in range(job.num_kv_heads):
-        tile = job.kv_layer + (block * job.num_kv_heads + head) * job.tile_bytes
-        for d in range(job.head_dim):
-            set_f32(tile + (d * 16 + lane) * 4, get_f32(k + (head * job.head_dim + d) * 4))
-        for d in range(0, job.head_dim, 16):
-            value = load_up_to16(v + (head * job.head_dim + d) * 4, job.head_dim - d)
-            store16(tile + job.values_offset + (d + lane) * 64, value)
 
 
 @compiled
@@ -381,8 +264,8 @@ def _output_phase(job: Any, control: int, tag: int) -> None:
         for t in range(job.num_tokens):
             out = job.out + t * job.out_stride + first * 4
             if job.o_bias != 0:
-                _add_row(out, job.o_bias + first * 4, last - first)
-            _add_row(job.x + (t * job.hidden + first) * 4, out, last - first)
+                add_row(out, job.o_bias + first * 4, last - first)
+            add_row(job.x + (t * job.hidden + first) * 4, out, last - first)
         done(control, _OUTPUT)
         chunk = take(control, tag, _OUTPUT, num_chunks)
     barrier(control, tag, _OUTPUT, num_chunks)

@@ -34,6 +34,8 @@ from colibri_mp.kernels.team import ThreadTeam, aligned_bytes
 
 COLUMNS_PER_CHUNK = 64
 """Hidden columns of a chunk of phase 0; a multiple of every group size but 128, for which it is 128."""
+ALONE_BYTES = 1 << 18
+"""Weights times tokens below which a call wakes no helper: some 10 us of work."""
 _FIRST_NUM_IDS = 128
 
 
@@ -167,7 +169,8 @@ class ExpertStage:
         self._expert_ids[:num_experts], self._slabs[:num_experts] = expert_ids, slab_addresses
         self._rows_done += count_rows(self._expert_ids, num_experts, self._starts)
         self._compute["num_experts"] = num_experts
-        self._team.run(COMPUTE_STAGE, self._compute)
+        is_small = num_experts * self.shape.nbytes * self._num_tokens < ALONE_BYTES
+        self._team.run(COMPUTE_STAGE, self._compute, max_helpers=0 if is_small else None)
 
     def finish(self, out: npt.NDArray[np.float32]) -> None:
         """out [T, D] = the weighted sums; every routed expert must have been computed, once."""

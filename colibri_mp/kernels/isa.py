@@ -10,7 +10,6 @@ import. Both answers are fixed for the life of a process; spawned children inher
 
 import hashlib
 import os
-import platform
 import shutil
 import sys
 import tempfile
@@ -68,7 +67,7 @@ def _detect() -> Isa:
     cpu = os.environ.get("NUMBA_CPU_NAME", "")
     if cpu and cpu != "host":
         return Isa(_from_cpu_name(cpu), f"NUMBA_CPU_NAME={cpu}")
-    if sys.platform == "darwin" and platform.machine() == "arm64":
+    if sys.platform == "darwin" and llvm.get_host_cpu_name().startswith("apple-m"):
         return Isa("neon_dot", "every Apple silicon processor has it")
     return Isa(_from_features(_host_features()), f"features of this {llvm.get_host_cpu_name()}")
 

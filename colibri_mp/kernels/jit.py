@@ -14,8 +14,8 @@ therefore best written as `fixed(3)`.
 """
 
 import inspect
+import threading
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, TypeVar, cast
 
 import numba
@@ -76,21 +76,31 @@ def operation(result: Any, *arguments: Any, num_literals: int = 0) -> Callable[[
     return decorate
 
 
+_compiling = threading.Lock()
+_kept: list[Any] = []
+"""Machine code that was given an address: it stays for the life of the process, frames may hold the address."""
+
+
 class Native:
-    """A function `f(int64, ...) -> None` compiled when its `address` is first asked for.
+    """A function `f(int64, ...) -> None` compiled when its `address` is first asked for, by any thread.
 
     It must not raise: nothing would receive the exception.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
-
-    @cached_property
-    def _callback(self) -> Any:
-        signature = types.void(*[types.int64] * self._function.__code__.co_argcount)
-        return numba.cfunc(signature, nopython=True, cache=True, error_model="numpy", boundscheck=False)(self._function)
+        self._address = 0
 
     @property
     def address(self) -> int:
-        """Address of the machine code, valid as long as this object; compiled, or loaded from the cache, at first use."""
-        return int(self._callback.address)
+        """Address of the machine code, for the life of the process; compiled, or loaded from the cache, at first use."""
+        if not self._address:
+            with _compiling:
+                self._address = self._address or self._compile()
+        return self._address
+
+    def _compile(self) -> int:
+        signature = types.void(*[types.int64] * self._function.__code__.co_argcount)
+        decorator = numba.cfunc(signature, nopython=True, cache=True, error_model="numpy", boundscheck=False)
+        _kept.append(decorator(self._function))
+        return int(_kept[-1].address)

@@ -127,6 +127,10 @@ def pack(encoding: Encoding, rows: int, cols: int, parts: Sequence[Bytes], out: 
     """
     from colibri_mp.kernels.packing import pack_parts
 
+    sizes, expected = tuple(part.nbytes for part in parts), encoding.part_bytes(rows, cols)
+    assert sizes == expected, f"parts of {sizes} bytes instead of {expected}"
+    num_bytes = packed_bytes(encoding.format, rows, cols)
+    assert out.nbytes == num_bytes, f"{out.nbytes} bytes of room for {num_bytes}"
     pack_parts(encoding, rows, cols, parts, out)
 
 

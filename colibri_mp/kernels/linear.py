@@ -8,9 +8,9 @@ For stages that use several matrices (attention, router, experts), inside compil
     prepare_rows(job.q, x, x_stride, prepared, t0, t1)                    # float32 rows -> prepared rows, any tokens, any thread
     multiply_blocks(job.q, b0, b1, xs, ys, num_tokens)                    # 16-row blocks [b0, b1) for the tokens of two address tables
 
-`xs` and `ys` are addresses of int64 [num_tokens]: of each token's prepared row, and of the row its results go to (`row_table` makes them for
-contiguous buffers, once, since buffers do not move; experts gather and scatter with their own). Block b writes 16 float32 at
-column 16 * b, so an output row needs room for 16 * num_blocks values: the rows of W are padded with zeros.
+`xs` and `ys` are addresses of int64 [num_tokens]: of each token's prepared row, and of the row its results go to (`row_table`
+makes them for contiguous buffers, once, since buffers do not move; experts gather and scatter with their own). Block b writes 16
+float32 at column 16 * b, so an output row needs room for 16 * num_blocks values: the rows of W are padded with zeros.
 
 Prepared rows take `job.q.prepared_bytes` each; matrices of equal `job.q.form` and equal columns share them. A chunk of about
 `blocks_per_chunk` blocks is a good unit of work for `team.take`.

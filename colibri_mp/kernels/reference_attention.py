@@ -6,7 +6,7 @@ Sums are float64, so that these are the better of the two; everything that is st
 import numpy as np
 from numpy.typing import NDArray
 
-from colibri_mp.kernels.attention import AttentionWeights, Batch
+from colibri_mp.kernels.attention_inputs import AttentionWeights, Batch
 from colibri_mp.kernels.kv_cache import KVCache
 from colibri_mp.kernels.layout import PackedMatrix
 from colibri_mp.kernels.reference import unpack

@@ -123,6 +123,13 @@ def test_bad_options(cluster: Cluster, options: dict[str, object], kind: type[Ex
     assert greedy(cluster, [1], max_tokens=1).finish_reason == "length"
 
 
+@pytest.mark.parametrize("prompt", [[1, "a"], [{"role": "user", "content": "a"}, 1], [{"role": "user"}], [1.5]])
+def test_bad_prompts(cluster: Cluster, prompt: list[object]) -> None:
+    """A prompt that is none of the three kinds is refused before it is sent."""
+    with pytest.raises(RequestError, match="role"):
+        cluster.generate(prompt)
+
+
 def test_logits_of_one_token(cluster: Cluster) -> None:
     """The smallest request."""
     logits = cluster.logits([7])

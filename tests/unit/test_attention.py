@@ -89,6 +89,22 @@ def test_rows_outside_the_cache_are_request_errors(row: tuple[int, int], table: 
     assert not kv.tiles.any()
 
 
+def test_refused_batch_does_not_change_the_next_step() -> None:
+    """A batch that was used before a refused one gives the same again."""
+    block = make_block()
+    kv, x = block.cache(32), block.rows(4)
+    good = batch_of([(p, 0) for p in range(4)], np.array([[0, 1]]))
+    bad = batch_of([(0, 0), (5, 0), (32, 0)], np.array([[0, 1]]))
+    first, second = x.copy(), x.copy()
+    with ThreadTeam(1) as team:
+        stage = block.stage(team)
+        stage(first, block.weights, kv, 0, good)
+        with pytest.raises(RequestError):
+            stage(x[:3].copy(), block.weights, kv, 0, bad)
+        stage(second, block.weights, kv, 0, good)
+    assert np.array_equal(first, second)
+
+
 @pytest.mark.parametrize(
     "encodings", [dict.fromkeys("qkvo", BF16), {"q": Q4, "k": BF16, "v": Encoding("affine", 4, 64, "bf16"), "o": F32}]
 )

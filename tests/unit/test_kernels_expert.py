@@ -5,7 +5,7 @@ import pytest
 from kernel_cases import BF16, EXPERT_ENCODINGS, F32, Experts, affine
 
 from colibri_mp.formats import Encoding
-from colibri_mp.kernels import reference
+from colibri_mp.kernels import expert, reference
 from colibri_mp.kernels.expert import ExpertStage, scratch_bytes
 from colibri_mp.kernels.layout import ExpertShape
 from colibri_mp.kernels.team import ThreadTeam
@@ -33,9 +33,10 @@ def test_step_agrees_with_numpy(encodings: tuple[Encoding, Encoding, Encoding], 
 
 @pytest.mark.parametrize(("encodings", "hidden", "width"), CASES[:3])
 def test_bits_do_not_depend_on_order_batch_or_threads(
-    encodings: tuple[Encoding, Encoding, Encoding], hidden: int, width: int
+    encodings: tuple[Encoding, Encoding, Encoding], hidden: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Experts in any order and number of calls, tokens alone or together, one to three threads: the same bits."""
+    monkeypatch.setattr(expert, "ALONE_BYTES", 0)
     experts, rng = Experts(encodings, hidden, width), np.random.default_rng(1)
     x, ids, weights = batch = experts.batch(13, 3)
     results = []

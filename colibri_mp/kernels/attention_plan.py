@@ -1,0 +1,56 @@
+"""Cuts a batch into places: rows that share their passes over the cache. Done once for all layers, before anything is touched."""
+
+from typing import Any
+
+import numpy as np
+
+from colibri_mp.kernels.attention_core import group_width
+from colibri_mp.kernels.jit import compiled
+from colibri_mp.kernels.vectors import get_i32, record_at
+
+_PLACE_FIELDS = ("row", "num_rows", "position", "sequence", "num_queries", "width", "num_groups")
+PLACE = np.dtype([(name, np.int64) for name in _PLACE_FIELDS])
+"""Rows of one sequence with consecutive positions; the queries, in groups of `width`, are those of one key-value head."""
+PLACE_BYTES = PLACE.itemsize
+
+_PLAN_FIELDS = (
+    *("positions", "sequences", "block_table", "num_tokens", "num_sequences", "max_blocks", "num_blocks"),
+    *("max_context", "window", "group_size", "rows_a_place", "places"),
+    *("num_places", "last_position", "bad_row"),
+)
+PLAN = np.dtype([(name, np.int64) for name in _PLAN_FIELDS])
+"""A batch to plan; the last three are results: places made, largest position, first row in error or -1."""
+
+
+@compiled
+def plan_batch(plan: int) -> None:
+    """Cut the batch of a PLAN (its address) into places; a row that could touch memory not its own ends it, as `bad_row`."""
+    job = record_at(plan, PLAN)
+    for row in range(job.num_tokens):
+        position, sequence = get_i32(job.positions + 4 * row), get_i32(job.sequences + 4 * row)
+        if not _is_inside(job, position, sequence):
+            job.bad_row = row
+            return
+        job.last_position = max(job.last_position, position)
+        place = record_at(job.places + max(0, job.num_places - 1) * PLACE_BYTES, PLACE)
+        follows = job.num_places > 0 and place.sequence == sequence and place.position + place.num_rows == position
+        if not (follows and place.num_rows < job.rows_a_place):
+            place = record_at(job.places + job.num_places * PLACE_BYTES, PLACE)
+            place.row, place.num_rows, place.position, place.sequence = row, 0, position, sequence
+            job.num_places += 1
+        place.num_rows += 1
+        place.num_queries = place.num_rows * job.group_size
+        place.width = group_width(place.num_queries)
+        place.num_groups = (place.num_queries + place.width - 1) // place.width
+
+
+@compiled
+def _is_inside(job: Any, position: int, sequence: int) -> bool:
+    """Whether a row and all blocks that it may read exist."""
+    if not (0 <= position < job.max_context and 0 <= sequence < job.num_sequences and position // 16 < job.max_blocks):
+        return False
+    for block in range(max(0, position - job.window + 1) // 16, position // 16 + 1):
+        block_id = get_i32(job.block_table + (sequence * job.max_blocks + block) * 4)
+        if block_id < 0 or block_id >= job.num_blocks:
+            return False
+    return True
