@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -38,10 +37,19 @@ def _leftovers(run_folder: Path) -> dict[str, set[str]]:
     return {
         "processes": {str(child) for child in psutil.Process().children(recursive=True) if not _is_tracker(child)},
         "threads": {thread.name for thread in threading.enumerate() if not thread.daemon},
-        "segments": {path.name for path in Path("/dev/shm").glob("colibri-*")} if sys.platform == "linux" else set(),
+        "segments": {path.name for path in Path("/dev/shm").glob("colibri-*") if not _is_elsewhere(path.name, run_folder)},
         "run directories": {path.name for path in run_folder.iterdir()},
         "descriptors": _sockets_and_pipes(),
     }
+
+
+def _is_elsewhere(segment: str, run_folder: Path) -> bool:
+    """Whether a segment belongs to a living cluster with another run folder: names hold the coordinator's pid."""
+    try:
+        environment = Path(f"/proc/{int(segment.split('-')[1], 16)}/environ").read_bytes()
+    except (ValueError, OSError):
+        return False
+    return f"COLIBRI_RUN_DIR={run_folder}".encode() not in environment.split(b"\0")
 
 
 def _is_tracker(process: psutil.Process) -> bool:

@@ -44,7 +44,7 @@ def _prefetch(builder: Any, address: Any) -> None:
 
 def _accumulators(builder: Any, width: int) -> list[Any]:
     """Stack places that LLVM turns into registers."""
-    return [cgutils.alloca_once(builder, V16F) for _ in range(width)]  # type: ignore[no-untyped-call]
+    return [cgutils.alloca_once(builder, V16F) for _ in range(width)]
 
 
 def _accumulate(builder: Any, sums: list[Any], scalars: Any, stride: int, common: Any) -> None:
