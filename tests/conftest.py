@@ -37,7 +37,9 @@ def _leftovers(run_folder: Path) -> dict[str, set[str]]:
     return {
         "processes": {str(child) for child in psutil.Process().children(recursive=True) if not _is_tracker(child)},
         "threads": {thread.name for thread in threading.enumerate() if not thread.daemon},
-        "segments": {path.name for path in Path("/dev/shm").glob("colibri-*") if not _is_elsewhere(path.name, run_folder)},
+        "segments": {
+            path.name for path in Path("/dev/shm").glob("colibri-*") if not _is_elsewhere(path.name, run_folder)
+        },
         "run directories": {path.name for path in run_folder.iterdir()},
         "descriptors": _sockets_and_pipes(),
     }

@@ -2,6 +2,7 @@
 
 import platform
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,29 +83,29 @@ def count_parameters(model: Model) -> dict[str, int]:
     return {"all": sum(sizes.values()), "active": sum(sizes.values()) - int(experts * (1 - share))}
 
 
-def evaluate(run: Path, data: Path, threads: int = 2) -> None:
-    """Write ``figures.json`` beside the checkpoint."""
-    torch.set_num_threads(threads)
+def evaluate(run: Path, data: Path) -> None:
+    """Write ``figures.json`` beside the checkpoint. Two threads work on models of their own, as in training."""
+    torch.set_num_threads(1)
     state, held_out = load_run(run), HeldOut(data)
-    tensors = tensors_of(state)
-    before, after = model_with(state["shape"], tensors), model_with(state["shape"], as_stored(tensors))
-    counts = ExpertCounts(after)
     length = state["recipe"]["decay_length"]
-    bits_per_byte = {
-        "before": held_out.bits_per_byte(before, length),
-        "after": held_out.bits_per_byte(after, length, after_batch=counts.add),
-        "after, windows of 2048": held_out.bits_per_byte(after, 2048),
-    }
-    figures = {
-        "step": state["step"],
-        "recipe": state["recipe"],
-        "shape": state["shape"],
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "parameters": count_parameters(after),
-        "window": length,
-        "bits_per_byte": bits_per_byte,
-        "expert_counts": {kind: found.tolist() for kind, found in counts.by_kind.items()},
-        "sampling": {"temperature": TEMPERATURE, "top_p": TOP_P, "seed": SEED, "most_tokens": MOST_TOKENS},
-        "samples": samples_of(after.eval(), Tokenizer.from_file(str(data / "tokenizer.json"))),
-    }
+    tensors = tensors_of(state)
+    stored = as_stored(tensors)
+    before, after, speaker = (model_with(state["shape"], weights) for weights in (tensors, stored, stored))
+    counts = ExpertCounts(after)
+    with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        bits_before = pool.submit(held_out.bits_per_byte, before, length)
+        bits_after = pool.submit(held_out.bits_per_byte, after, length, after_batch=counts.add)
+        samples = pool.submit(samples_of, speaker, Tokenizer.from_file(str(data / "tokenizer.json")))
+        figures = {
+            "step": state["step"],
+            "recipe": state["recipe"],
+            "shape": state["shape"],
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "parameters": count_parameters(after),
+            "window": length,
+            "bits_per_byte": {"before": bits_before.result(), "after": bits_after.result()},
+            "expert_counts": {kind: found.tolist() for kind, found in counts.by_kind.items()},
+            "sampling": {"temperature": TEMPERATURE, "top_p": TOP_P, "seed": SEED, "most_tokens": MOST_TOKENS},
+            "samples": samples.result(),
+        }
     write_json(run / "figures.json", figures)

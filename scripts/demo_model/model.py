@@ -139,8 +139,7 @@ class SparseExperts(nn.Module):
     def places(self, chosen: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, int]:
         """(token at each place [E * C], place of each choice [B * T, K], C); place E * C means "found it full"."""
         experts, choices = counts.numel(), chosen.numel()
-        want = choices * 5 // (4 * experts) if self.training else int(counts.max())
-        capacity = max(64, -(-want // 64) * 64)
+        capacity = -(-choices * 5 // (4 * experts * 64)) * 64 if self.training else int(counts.max())
         order = chosen.flatten().argsort(stable=True)
         expert = chosen.flatten()[order]
         rank = torch.arange(choices) - (counts.cumsum(0) - counts)[expert]
