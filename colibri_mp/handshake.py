@@ -4,7 +4,8 @@
            ◀── stdout: Progress* then Ready or StartFailed
 
 The coordinator is `python -c` with a thin main module, so that the workers it spawns do not import the coordinator's code
-again (multiprocessing's spawn re-imports a main module that has a name).
+again (multiprocessing's spawn re-imports a main module that has a name). `-P` keeps the current folder out of the search
+path: in a clone of this project it would hide the installed package.
 """
 
 import contextlib
@@ -93,7 +94,7 @@ def start_coordinator(
         CoordinatorDied: it ended without a word.
     """
     process = subprocess.Popen(
-        [sys.executable, "-c", _MAIN, "colibri-coordinator", config.name or config.model],
+        [sys.executable, "-P", "-c", _MAIN, "colibri-coordinator", config.name or config.model],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=not owned,
     )  # fmt: skip
     try:

@@ -20,6 +20,7 @@ def run_folder() -> Iterator[Path]:
     resource_tracker.ensure_running()  # it lives to the end, so it must not start in the middle of a test
     folder = Path(tempfile.mkdtemp(prefix="cmp-"))
     os.environ["COLIBRI_RUN_DIR"] = str(folder)
+    os.environ["PYTHONSAFEPATH"] = "1"  # child processes use the installed package, not the folder they start in
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -35,7 +36,11 @@ def no_leaks(run_folder: Path) -> Iterator[None]:
 
 def _leftovers(run_folder: Path) -> dict[str, set[str]]:
     return {
-        "processes": {str(child) for child in psutil.Process().children(recursive=True) if not _is_tracker(child)},
+        "processes": {
+            f"{child.pid} {child.name()}"
+            for child in psutil.Process().children(recursive=True)
+            if not _is_tracker(child)
+        },
         "threads": {thread.name for thread in threading.enumerate() if not thread.daemon},
         "segments": {
             path.name for path in Path("/dev/shm").glob("colibri-*") if not _is_elsewhere(path.name, run_folder)

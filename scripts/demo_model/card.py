@@ -165,7 +165,7 @@ def expert_table(figures: Json) -> str:
 
 def entropy(shares: np.ndarray) -> np.ndarray:
     """Bits, over the last axis."""
-    return -np.sum(shares * np.log2(np.maximum(shares, 1e-12)), axis=-1)
+    return np.asarray(-np.sum(shares * np.log2(np.maximum(shares, 1e-12)), axis=-1))
 
 
 def spread_table(figures: Json) -> str:

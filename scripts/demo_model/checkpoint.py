@@ -18,7 +18,7 @@ Tensors = dict[str, np.ndarray]
 
 BITS = 4
 ROUTER_BITS = 8
-DTYPES = {"U32": np.dtype("<u4"), "BF16": np.dtype("<u2"), "F32": np.dtype("<f4")}
+DTYPES: dict[str, np.dtype[Any]] = {"U32": np.dtype("<u4"), "BF16": np.dtype("<u2"), "F32": np.dtype("<f4")}
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
@@ -70,7 +70,7 @@ def write_safetensors(path: Path, tensors: Tensors, metadata: dict[str, str]) ->
 def read_safetensors(path: Path) -> Tensors:
     blob = path.read_bytes()
     (size,) = struct.unpack_from("<Q", blob)
-    header = json.loads(blob[8 : 8 + size])
+    header: dict[str, Any] = json.loads(blob[8 : 8 + size])
     header.pop("__metadata__", None)
     data = memoryview(blob)[8 + size :]
     return {

@@ -117,7 +117,7 @@ BOOKS = [name.replace("_", " ") for name in BOOK_NAMES.split(" ")]
 def kjv_chapters(root: Path) -> Iterator[tuple[str, list[str]]]:
     """("Genesis 1", [verse, ...]) of every chapter, as printed by the packaged program."""
     data = "bible-kjv-text/usr/lib/bible.data"  # relative: the program has little room for a path
-    command = [(root / "bible-kjv/usr/bin/bible").resolve(), "-f", "-d", data, "gen1:1-rev22:21"]
+    command = [str((root / "bible-kjv/usr/bin/bible").resolve()), "-f", "-d", data, "gen1:1-rev22:21"]
     printed = subprocess.run(command, cwd=root, stdin=subprocess.DEVNULL, capture_output=True, check=True).stdout
     chapters: dict[tuple[str, str], list[str]] = {}
     for line in printed.decode("latin1").splitlines():

@@ -8,6 +8,7 @@ Shapes: B sequences, T tokens of one, H hidden, E experts, K chosen, F expert wi
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - everyone's name for it
@@ -60,7 +61,8 @@ class Attention(nn.Module):
         k = rotate(self.k_norm(k).transpose(1, 2), cos, sin).to(v.dtype)
         k, v = (r.repeat_interleave(self.group, 1) for r in (k, v.transpose(1, 2)))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
+        out: Tensor = self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
+        return out
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -73,12 +75,12 @@ class Dispatch(torch.autograd.Function):
     """Copy tokens to their places; the gradient gathers from the places again, so neither way scatters."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, token: Tensor, place: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
+    def forward(ctx: Any, x: Tensor, token: Tensor, place: Tensor) -> Tensor:
         ctx.save_for_backward(place)
         return F.embedding(token, x)  # [E * C, H]
 
     @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def, override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (place,) = ctx.saved_tensors
         gathered = F.embedding(place, with_empty_place(grad))  # [B * T, K, H]
         return gathered.sum(1), None, None
@@ -88,12 +90,12 @@ class Combine(torch.autograd.Function):
     """Weighted sum of what the chosen experts made of each token."""
 
     @staticmethod
-    def forward(ctx, y: Tensor, weight: Tensor, token: Tensor, place: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
+    def forward(ctx: Any, y: Tensor, weight: Tensor, token: Tensor, place: Tensor) -> Tensor:
         ctx.save_for_backward(y, weight, token, place)
         return torch.bmm(weight.to(y.dtype).unsqueeze(1), F.embedding(place, with_empty_place(y))).squeeze(1)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def, override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         y, weight, token, place = ctx.saved_tensors
         at_place = torch.zeros(len(token) + 1, dtype=y.dtype).scatter_(0, place.flatten(), weight.flatten().to(y.dtype))
         grad_y = F.embedding(token, grad.to(y.dtype)) * at_place[:-1, None]
@@ -155,10 +157,12 @@ class SparseExperts(nn.Module):
         assert self.routing is not None
         token, place, capacity = self.places(chosen, self.routing.counts)
         dtype = torch.bfloat16 if torch.is_autocast_enabled("cpu") else x.dtype
-        placed = Dispatch.apply(flat.to(dtype), token, place).view(-1, capacity, x.shape[-1])
+        placed = Dispatch.apply(flat.to(dtype), token, place)  # type: ignore[no-untyped-call]
+        placed = placed.view(-1, capacity, x.shape[-1])  # [E, C, H]
         gate, up, down = (w.to(dtype).mT for w in (self.gate_proj, self.up_proj, self.down_proj))
         made = torch.bmm(F.silu(torch.bmm(placed, gate)) * torch.bmm(placed, up), down)
-        return Combine.apply(made.flatten(0, 1), weight, token, place).view_as(x)
+        combined: Tensor = Combine.apply(made.flatten(0, 1), weight, token, place)  # type: ignore[no-untyped-call]
+        return combined.view_as(x)
 
 
 class Layer(nn.Module):
@@ -171,7 +175,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
 
 
 class Model(nn.Module):
@@ -201,9 +206,9 @@ class Model(nn.Module):
         length = ids.shape[1]
         x = self.embed_tokens(ids).float()
         for layer in self.layers:
-            x = layer(x, self.cos[:length], self.sin[:length])
+            x = layer(x, self.cos[:length], self.sin[:length])  # type: ignore[index]
         return F.linear(self.norm(x), self.embed_tokens.weight)
 
     def routings(self) -> list[Routing]:
         """Each layer's routing of the last batch."""
-        return [layer.mlp.routing for layer in self.layers]  # type: ignore[misc]
+        return [layer.mlp.routing for layer in self.layers]  # type: ignore[misc, union-attr]

@@ -20,7 +20,7 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
 
 
 def from_bf16(bits: np.ndarray) -> np.ndarray:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+    return np.asarray((bits.astype(np.uint32) << 16).view(np.float32))
 
 
 @dataclass(frozen=True)

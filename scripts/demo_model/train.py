@@ -91,7 +91,7 @@ class Run:
             logits = model(batch[:, :-1])
         loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
         balance = torch.stack([routing.balance for routing in model.routings()])
-        ((loss + BALANCE_WEIGHT * balance.sum()) / self.recipe.threads).backward()
+        ((loss + BALANCE_WEIGHT * balance.sum()) / self.recipe.threads).backward()  # type: ignore[no-untyped-call]
         return loss.item(), balance.mean().item()
 
     def update(self, optimizer: Optimizer) -> None:

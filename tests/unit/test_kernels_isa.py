@@ -19,7 +19,7 @@ X86 = isa.current().value in ("avx512_vnni", "avx2")
 
 def run(*arguments: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
     """Python in a process of its own."""
-    env = {**os.environ, **environment}
+    env = {**os.environ, "PYTHONPATH": str(HERE), **environment}
     env.pop("NUMBA_CACHE_DIR", None)
     command = [sys.executable, *arguments]
     result = subprocess.run(command, env=env, cwd=HERE, capture_output=True, text=True, timeout=110, check=False)

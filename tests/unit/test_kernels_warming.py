@@ -42,6 +42,7 @@ print("passes:", len(passes), passes[:3])
 def test_warm_leaves_nothing_to_compile() -> None:
     """After `warm`, packing, lookup and an expert step with read-only arrays run no compiler pass; a second `warm` has nothing to tell."""
     environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    environment["PYTHONPATH"] = str(HERE)
     for _ in range(2):
         command = [sys.executable, "-c", STEP]
         result = subprocess.run(
