@@ -12,7 +12,8 @@ resident weights while they start.
 """
 
 import os
-from collections import Counter, defaultdict
+import threading
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -49,6 +50,7 @@ from colibri_mp.supervisor import Supervisor
 from colibri_mp.workers.core import WorkerConfig
 
 _READY_TIMEOUT_S = 120.0
+_MOST_UNCOUNTED = 10_000
 
 
 class Coordinator:
@@ -68,8 +70,12 @@ class Coordinator:
         self.vocab_size = model.vocab_size
         self.max_logit_rows = max_logit_rows(model.vocab_size, plan.prefill_chunk)
         self._should_stop = should_stop
+        self._team = team
         self._step = 0
         self._totals: defaultdict[int, Counter[str]] = defaultdict(Counter)  # by worker id
+        # Counters by layer; added up when somebody asks, who may be the control thread, or now and then.
+        self._uncounted: deque[tuple[int, StepCounters]] = deque()
+        self._counting = threading.Lock()
         attention = model.layers[0].attention
         max_rows = plan.prefill_chunk
         self.kv = KVCache(
@@ -129,6 +135,8 @@ class Coordinator:
                 raise Stopping
             self._attention(x, layer.attention, self.kv, layer_idx, batch)
             self._add_mlp(x, layer, layer_idx)
+        if len(self._uncounted) > _MOST_UNCOUNTED:
+            self._count()
         wanted = logit_rows(rows)
         return (
             self._head(x[wanted], weights.final_norm, weights.head)
@@ -143,8 +151,8 @@ class Coordinator:
             return
         assert layer.gate is not None
         h, ids, weights = self._router(x, layer.mlp_norm, layer.gate)
-        routed = self.supervisor.route(self._step, layer_idx, h, ids, weights)
-        self._count(layer_idx, routed.counters)
+        routed = self.supervisor.route(self._step, layer_idx, h, ids, weights, on_answer=self._team.expect)
+        self._uncounted.append((layer_idx, routed.counters))
         x += routed.y
 
     def _dense_mlp(self, x: Floats, layer: ResidentLayer, slab: Bytes) -> Floats:
@@ -162,6 +170,7 @@ class Coordinator:
 
     def cache_counters(self) -> dict[str, float]:
         """Totals of all workers since the start; the names of `messages.StepCounters`."""
+        self._count()
         total: Counter[str] = Counter(dict.fromkeys(StepCounters.__struct_fields__, 0))
         for counters in self._totals.values():
             total.update(counters)
@@ -180,6 +189,7 @@ class Coordinator:
 
     def describe_workers(self) -> list[dict[str, Any]]:
         """What `status` says of each worker."""
+        self._count()
         return [
             {
                 "worker_id": worker.config.worker_id,
@@ -198,8 +208,12 @@ class Coordinator:
         children = [(names.get(child.pid, "resource tracker"), child.pid) for child in psutil.Process().children()]
         return [("coordinator", os.getpid()), *sorted(children)]
 
-    def _count(self, layer: int, counters: StepCounters) -> None:
-        self._totals[self.supervisor.owner_of(layer)].update(msgspec.structs.asdict(counters))
+    def _count(self) -> None:
+        """Add up what has not been counted yet, by worker."""
+        with self._counting:
+            while self._uncounted:
+                layer, counters = self._uncounted.popleft()
+                self._totals[self.supervisor.owner_of(layer)].update(msgspec.structs.asdict(counters))
 
 
 def worker_configs(checkpoint: Checkpoint, model: ModelSpec, plan: Plan, config: LaunchConfig) -> list[WorkerConfig]:

@@ -19,7 +19,7 @@ from multiprocessing.context import SpawnProcess
 from colibri_mp.errors import ProtocolError, WorkerDied, describe_exit, from_wire
 from colibri_mp.messages import Failed, Floats, Hello, Ints, Message, Route, Routed, Stop
 from colibri_mp.rundir import RunDir
-from colibri_mp.transport import Listener, Waitable, wait
+from colibri_mp.transport import Listener, Waitable, Waiter
 from colibri_mp.workers.core import WorkerConfig
 from colibri_mp.workers.main import run as run_worker
 
@@ -78,6 +78,7 @@ class Supervisor:
             handle = WorkerHandle(config, process)
             self.workers.append(handle)
             self._by_layer.update({layer.layer: handle for layer in config.expert_layers})
+        self._waiter = Waiter([self._listener, *self.sentinels])
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until every worker has said hello.
@@ -117,9 +118,9 @@ class Supervisor:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def route(
-        self, step: int, layer: int, x: Floats, ids: Ints, weights: Floats, meanwhile: Callable[[], None] | None = None
+        self, step: int, layer: int, x: Floats, ids: Ints, weights: Floats, on_answer: Callable[[], None]
     ) -> Routed:
-        """Have the owner of `layer` compute a batch; `meanwhile` runs between the sending and the waiting.
+        """Have the owner of `layer` compute a batch; `on_answer` is called when the answer has come, before it is read.
 
         Raises:
             WorkerDied: its owner ended or stopped answering.
@@ -129,12 +130,9 @@ class Supervisor:
         if not self._listener.send(worker.peer, Route(step, layer, x, ids, weights)):
             self.check_alive()
             raise WorkerDied(f"{worker.label} is not connected any more")
-        if meanwhile is not None:
-            meanwhile()
         deadline = time.monotonic() + self._step_timeout_s
         while True:
-            silence = f"did not answer step {step}, layer {layer}, within {self._step_timeout_s:.0f} s"
-            match self._receive(deadline, worker, silence):
+            match self._receive(deadline, worker, f"did not answer step {step}, layer {layer}, in time", on_answer):
                 case Routed() as routed if (routed.step, routed.layer) == (step, layer):
                     return routed
                 case Failed(kind=kind, message=message):
@@ -157,11 +155,14 @@ class Supervisor:
         """File descriptors that become readable when a worker ends."""
         return [int(worker.process.sentinel) for worker in self.workers]
 
-    def _receive(self, deadline: float, awaited: WorkerHandle, silence: str) -> Message:
+    def _receive(
+        self, deadline: float, awaited: WorkerHandle, silence: str, on_message: Callable[[], None] = lambda: None
+    ) -> Message:
         """The next message of any worker; raises if one ends, or `awaited` is silent until `deadline`."""
         while (left := deadline - time.monotonic()) > 0:
-            ready = wait([self._listener, *self.sentinels], left)
+            ready = self._waiter.wait(left)
             if self._listener in ready:
+                on_message()
                 received = self._listener.receive()
                 if isinstance(received, ProtocolError):
                     raise received
@@ -169,7 +170,7 @@ class Supervisor:
                     return received[1]
             elif ready:
                 self._reap()
-        raise WorkerDied(f"{awaited.label} {silence}; it is stopped or hangs: see --step-timeout")
+        raise WorkerDied(f"{awaited.label} {silence}; it is stopped or hangs, see --step-timeout")
 
     def _reap(self) -> None:
         for worker in self.workers:

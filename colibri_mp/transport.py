@@ -98,9 +98,12 @@ class Link:
         Raises:
             ProtocolError: the message is not understood.
         """
-        if not self.socket.poll(int(timeout_s * 1000)):
+        if timeout_s and not self.socket.poll(math.ceil(timeout_s * 1000)):
             return None
-        return from_frames(self.socket.recv_multipart(copy=True))
+        try:
+            return from_frames(self.socket.recv_multipart(zmq.NOBLOCK, copy=True))
+        except zmq.Again:
+            return None
 
     def close(self) -> None:
         """Close; what is queued is still sent for `linger_s`."""
@@ -111,15 +114,26 @@ class Link:
 Waitable: TypeAlias = Listener | Link | int
 
 
+class Waiter:
+    """Waits for any of some sources; made once where the same ones are waited for in every step."""
+
+    def __init__(self, sources: Sequence[Waitable]) -> None:
+        self._poller = zmq.Poller()
+        self._by_key: dict[object, Waitable] = {}
+        for source in sources:
+            key = source if isinstance(source, int) else source.socket
+            self._by_key[key] = source
+            self._poller.register(key, zmq.POLLIN)
+
+    def wait(self, timeout_s: float | None) -> list[Waitable]:
+        """The sources that are readable, after at most `timeout_s`."""
+        ready = self._poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
+        return [self._by_key[key] for key, _ in ready]
+
+
 def wait(sources: Sequence[Waitable], timeout_s: float | None) -> list[Waitable]:
     """The sources that are readable, after at most `timeout_s`; an int is a file descriptor."""
-    poller = zmq.Poller()
-    by_key: dict[object, Waitable] = {}
-    for source in sources:
-        key = source if isinstance(source, int) else source.socket
-        by_key[key] = source
-        poller.register(key, zmq.POLLIN)
-    return [by_key[key] for key, _ in poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))]
+    return Waiter(sources).wait(timeout_s)
 
 
 def _small(frames: Sequence[bytes | memoryview]) -> bool:

@@ -11,6 +11,7 @@ next step works.
 
 import contextlib
 import time
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,9 +75,22 @@ class _Stopwatch:
 class _Tally:
     """Counters of a step while it runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, busy_s: float) -> None:
         self.hits = self.misses = self.evictions = self.bytes_read = 0
         self.wait, self.compute = _Stopwatch(), _Stopwatch()
+        self._busy_s = busy_s
+
+    def counters(self, busy_s: float) -> StepCounters:
+        """The counters; `busy_s` is the disk's total busy time now."""
+        return StepCounters(
+            hits=self.hits,
+            misses=self.misses,
+            evictions=self.evictions,
+            bytes_read=self.bytes_read,
+            disk_s=busy_s - self._busy_s,
+            wait_s=self.wait.seconds,
+            compute_s=self.compute.seconds,
+        )
 
 
 class Worker:
@@ -102,6 +116,8 @@ class Worker:
             self._stages = self._make_stages()
             self._resources = stack.pop_all()
         self._reads: dict[int, int] = {}  # slot -> generation of the read that fills it
+        self._held: Held | None = None  # what the last round acquired, until `settle`
+        self._unsettled: list[tuple[int, StepCounters]] = []
         self.totals = dict.fromkeys(self._layers, StepCounters())
         mode, reason = self._streamer.mode
         self.notes: tuple[str, ...] = (
@@ -112,24 +128,45 @@ class Worker:
     def step(self, layer: int, x: Floats, ids: Ints, weights: Floats, out: Floats) -> StepCounters:
         """Routed sum of a batch: x [T, D], ids [T, K] (< 0: not routed), weights [T, K] -> out [T, D], overwritten.
 
+        The experts of the last round stay in use until `settle`, which the next step calls if nobody else has: between
+        two layers every microsecond counts, and that bookkeeping can wait until the answer is on its way.
+
         Raises `ReadError` if an expert cannot be read, `PoolError` if it has no place, `ProtocolError` for arrays that
         do not fit the layer. The pool is sound afterwards and the next step works.
         """
+        self.settle()
         self._check_arrays(layer, x, ids, weights, out)
-        tally, busy_s = _Tally(), self._streamer.busy_s()
-        self._take_landed(self._streamer.landed(0.0))
+        union = _union(ids, self._layers[layer])
+        tally = _Tally(self._streamer.busy_s())
         stage = self._stages[layer]
         with tally.compute:
             stage.begin(x, _writable(ids), _writable(weights))
-        for part in self._pool.rounds(layer, _union(ids, self._layers[layer].num_experts)):
+        for part in self._pool.rounds(layer, union):
             self._run_round(stage, layer, part, tally)
         with tally.compute:
             stage.finish(out)
-        return self._count(layer, tally, self._streamer.busy_s() - busy_s)
+        counters = tally.counters(self._streamer.busy_s())
+        self._unsettled.append((layer, counters))
+        return counters
+
+    def expect_step(self) -> None:
+        """A step is on its way: wake the compute threads, which takes as long as reading the message."""
+        self._team.expect()
+
+    def settle(self) -> None:
+        """Make the experts of the last step evictable, and add up its counters. Idempotent."""
+        if self._reads:
+            self._take_landed(self._streamer.landed(0.0))
+        if self._held is not None:
+            held, self._held = self._held, None
+            self._pool.release(held)
+        while self._unsettled:
+            layer, counters = self._unsettled.pop()
+            self.totals[layer] = add_counters(self.totals[layer], counters)
 
     def check_integrity(self) -> None:
         """`PoolError` if the pool contradicts itself; for idle moments and tests."""
-        self._take_landed(self._streamer.landed(0.0))
+        self.settle()
         self._pool.check_integrity()
 
     def close(self) -> None:
@@ -139,16 +176,14 @@ class Worker:
     # ── one round ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _run_round(self, stage: ExpertStage, layer: int, experts: list[int], tally: _Tally) -> None:
-        held = self._pool.acquire(layer, experts)
-        try:
-            tally.hits += len(held.hits)
-            tally.misses += len(held.misses) + len(held.pending)
-            tally.evictions += held.num_evicted
-            self._submit(held)
-            self._compute(stage, held.hits, held.hit_slots, tally)
-            self._compute_as_they_land(stage, held, tally)
-        finally:
-            self._pool.release(held)
+        self.settle()
+        self._held = held = self._pool.acquire(layer, experts)
+        tally.hits += len(held.hits)
+        tally.misses += len(held.misses) + len(held.pending)
+        tally.evictions += held.num_evicted
+        self._submit(held)
+        self._compute(stage, held.hits, held.hit_slots, tally)
+        self._compute_as_they_land(stage, held, tally)
 
     def _submit(self, held: Held) -> None:
         """Start all reads of the round; the slot is the tag, since only one read at a time fills a slot."""
@@ -231,21 +266,6 @@ class Worker:
                 f"layer {layer}: {ids.shape} routed ids, this worker was made for "
                 f"{self.config.max_tokens} tokens of {self.config.top_k} experts"
             )
-        if ids.size and int(ids.max()) >= spec.num_experts:
-            raise ProtocolError(f"layer {layer}: expert {int(ids.max())} of {spec.num_experts}")
-
-    def _count(self, layer: int, tally: _Tally, disk_s: float) -> StepCounters:
-        counters = StepCounters(
-            hits=tally.hits,
-            misses=tally.misses,
-            evictions=tally.evictions,
-            bytes_read=tally.bytes_read,
-            disk_s=disk_s,
-            wait_s=tally.wait.seconds,
-            compute_s=tally.compute.seconds,
-        )
-        self.totals[layer] = add_counters(self.totals[layer], counters)
-        return counters
 
 
 def add_counters(a: StepCounters, b: StepCounters) -> StepCounters:
@@ -258,8 +278,9 @@ def _writable(array: NDArray[Any]) -> NDArray[Any]:
     return array if array.flags.writeable else array.copy()
 
 
-def _union(ids: Ints, num_experts: int) -> list[int]:
+def _union(ids: Ints, layer: ExpertLayer) -> list[int]:
     """The distinct experts that ids [T, K] name, ascending; negative ids name none."""
-    is_asked = np.zeros(num_experts, np.bool_)
-    is_asked[ids[ids >= 0]] = True
-    return np.flatnonzero(is_asked).tolist()
+    union = sorted(set(ids.ravel().tolist()))
+    if union and union[-1] >= layer.num_experts:
+        raise ProtocolError(f"layer {layer.layer}: expert {union[-1]} of {layer.num_experts}")
+    return union[bisect_left(union, 0) :]

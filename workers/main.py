@@ -17,7 +17,7 @@ from colibri_mp import log, rundir
 from colibri_mp.errors import ColibriError, ProtocolError
 from colibri_mp.messages import Failed, Hello, Route, Routed, Stop
 from colibri_mp.shm.segment import unlink_stale
-from colibri_mp.transport import Link, wait
+from colibri_mp.transport import Link, Waiter
 from colibri_mp.workers.core import Worker, WorkerConfig
 
 _log = logging.getLogger(__name__)
@@ -53,13 +53,16 @@ def _serve(config: WorkerConfig, link: Link) -> None:
 def _loop(worker: Worker, link: Link) -> None:
     parent = parent_process()
     assert parent is not None, "a worker is a child of the coordinator"
-    while parent.sentinel not in wait([link, parent.sentinel], None):
+    waiter = Waiter([link, parent.sentinel])
+    while parent.sentinel not in waiter.wait(None):
+        worker.expect_step()
         message = link.receive(0.0)
         match message:
             case Stop():
                 return
             case Route():
                 link.send(_answer(worker, message))
+                worker.settle()  # while the coordinator goes on with the next layer
             case None:
                 continue
             case other:

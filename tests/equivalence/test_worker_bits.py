@@ -113,6 +113,7 @@ def test_counters_are_those_of_a_plain_lru(model: Model) -> None:
             assert (counters.disk_s > 0) == (counters.misses > 0)
             assert counters.compute_s > 0
             total = core.add_counters(total, counters)
+        worker.settle()
         assert worker.totals == {1: total, 4: StepCounters()}
 
 

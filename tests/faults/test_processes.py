@@ -83,7 +83,7 @@ def test_worker_that_hangs(run_folder: Path) -> None:
         stats = cluster.stats()
         processes = family(stats["pid"])
         os.kill(stats["workers"][0]["pid"], signal.SIGSTOP)
-        with pytest.raises(WorkerDied, match=r"worker 0 .*did not answer step \d+, layer 0, within 1 s"):
+        with pytest.raises(WorkerDied, match=r"worker 0 .*did not answer step \d+, layer 0, in time"):
             cluster.generate([1, 2, 3], max_tokens=4)
         nothing_left(processes, run_folder)
 

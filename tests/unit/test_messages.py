@@ -17,7 +17,10 @@ from colibri_mp.messages import (
     Generate,
     Message,
     Route,
+    Routed,
     Sampling,
+    Scores,
+    StepCounters,
     from_frames,
     to_frames,
 )
@@ -47,6 +50,14 @@ def test_arrays_travel_unchanged() -> None:
         np.testing.assert_array_equal(after, before)
 
 
+def test_arrays_of_the_general_form() -> None:
+    """Logits travel as a frame of their own."""
+    logits = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
+    got = from_frames(received(Scores(1, 0, logits)))
+    assert isinstance(got, Scores)
+    np.testing.assert_array_equal(got.logits, logits)
+
+
 def test_array_without_rows() -> None:
     """An empty array is a message too."""
     got = from_frames(received(a_route(0)))
@@ -69,6 +80,38 @@ def test_first_frame_is_stable() -> None:
     assert (MAGIC, VERSION) == (b"CLBR", 1)
 
 
+def test_step_frame_is_stable() -> None:
+    """The fixed layout of a step: 96 bytes of header, then x, ids, weights, or y."""
+    route = Route(5, 2, np.ones((1, 2), np.float32), np.array([[3]], np.int32), np.ones((1, 1), np.float32))
+    (frame,) = received(route)
+    assert frame[:40] == b"CLBS\x01\x00\x01\x00" + bytes(
+        [5, *[0] * 7, 2, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0]
+    ) + bytes(8)
+    assert frame[96:] == 2 * b"\0\0\x80?" + b"\3\0\0\0" + b"\0\0\x80?"
+    counters = StepCounters(1, 2, 3, 4, 0.5, 0.25, 0.125)
+    answer = from_frames(received(Routed(5, 2, route.x, counters)))
+    assert isinstance(answer, Routed)
+    assert answer.counters == counters
+    np.testing.assert_array_equal(answer.y, route.x)
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (lambda f: f[:50], "without its header"),
+        (lambda f: f[:4] + b"\x02\x00" + f[6:], "protocol 2"),
+        (lambda f: f[:6] + b"\x03\x00" + f[8:], "kind 3"),
+        (lambda f: f[:-1], "3 tokens of 8 values, top-2"),
+        (lambda f: f + b"\0\0\0\0", "3 tokens of 8 values, top-2"),
+    ],
+)
+def test_damaged_steps_are_named(damage, what: str) -> None:  # type: ignore[no-untyped-def]
+    """A step of another version, kind or size is refused."""
+    (frame,) = received(a_route())
+    with pytest.raises(ProtocolError, match=what):
+        from_frames([damage(frame)])
+
+
 @pytest.mark.parametrize(
     ("damage", "what"),
     [
@@ -76,7 +119,7 @@ def test_first_frame_is_stable() -> None:
         (lambda f: [f[0][:5]], "without a header"),
         (lambda f: [b"HTTP" + f[0][4:], *f[1:]], "not a colibri-mp peer"),
         (lambda f: [f[0][:4] + b"\x02\x00" + f[0][6:], *f[1:]], "protocol 2"),
-        (lambda f: f[:2], "1 came"),
+        (lambda f: f[:1], "0 came"),
         (lambda f: [f[0][:-3], *f[1:]], "cannot be decoded"),
         (lambda f: [f[0], f[1][:-4], *f[2:]], "its shape is"),
         (lambda f: [f[0], f[1][:-1], *f[2:]], "cannot be decoded"),
@@ -85,7 +128,7 @@ def test_first_frame_is_stable() -> None:
 def test_damage_is_named(damage, what: str) -> None:  # type: ignore[no-untyped-def]
     """Each kind of damage is a ProtocolError that says what is wrong."""
     with pytest.raises(ProtocolError, match=what):
-        from_frames(damage(received(a_route())))
+        from_frames(damage(received(Scores(1, 0, np.ones((3, 8), np.float32)))))
 
 
 def test_other_dtypes_are_refused() -> None:
