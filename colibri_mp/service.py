@@ -39,11 +39,15 @@ from colibri_mp.transport import wait
 
 _log = logging.getLogger(__name__)
 _IDLE_TICK_S = 1.0
+_SAMPLE_S = 1.0  # between two readings of memory, at least,
+_SAMPLE_SHARE = 0.01  # and so long that reading takes at most this share of the time
+_SWITCH_S = 0.0005  # how long a thread may keep the interpreter while another waits: steps are made of short stretches
 
 
 def main() -> None:
     """Entry point of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.setswitchinterval(_SWITCH_S)
     reporter = Reporter()
     try:
         config, owned = read_request(sys.stdin.buffer.readline())
@@ -112,7 +116,7 @@ class Service:
         )
         self.notes = self.coordinator.notes
         allocator = BlockAllocator(self.coordinator.kv.num_blocks, BLOCK_TOKENS)
-        self.control = ControlEndpoint(self.run_dir.control, self.status, self._sample_memory)
+        self.control = ControlEndpoint(self.run_dir.control, self.status, self._tick)
         checkpoint = self.coordinator.checkpoint
         tokenizer = Tokenizer.load(checkpoint.path)
         self.engine = Engine(
@@ -152,7 +156,8 @@ class Service:
         return self._broken.exit_code if self._broken else 0
 
     def status(self) -> dict[str, Any]:
-        """What `status --json` prints."""
+        """What `status --json` prints; the memory in it is read now."""
+        self._sample_memory()
         coordinator = self.coordinator
         cache = coordinator.cache_counters()
         asked = cache["hits"] + cache["misses"]
@@ -204,6 +209,14 @@ class Service:
             case (client, Generate() | Score() as request):
                 self.engine.submit(client, request)
 
+    def _tick(self) -> None:
+        """Sample the memory now and then: reading a process's share walks its page tables, 0.1 s for some GB."""
+        if time.monotonic() >= self._next_sample:
+            self._sample_memory()
+
     def _sample_memory(self) -> None:
+        started = time.monotonic()
         pool_bytes = sum(share.pool_bytes for share in self.coordinator.plan.workers)
         self._watch.sample([*self._owner, *self._processes], pool_bytes)
+        ended = time.monotonic()
+        self._next_sample = ended + max(_SAMPLE_S, (ended - started) / _SAMPLE_SHARE)

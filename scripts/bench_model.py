@@ -83,8 +83,9 @@ def measure(model: str, settings: dict[str, Any], args: argparse.Namespace) -> d
         prefill, decode, hits, read = [], [], [], []
         for run in range(args.repeat):
             prompt = [(7919 * (i + 31 * run)) % 1000 + 3 for i in range(args.prompt_tokens)]
-            done = cluster.generate(prompt, max_tokens=args.max_tokens, temperature=0.0, ignore_eos=True)
-            prefill.append(done.stats["prefill_tok_s"])
+            prefill.append(cluster.generate(prompt, max_tokens=1, temperature=0.0).stats["prefill_tok_s"])
+            short = prompt[: args.decode_after]
+            done = cluster.generate(short, max_tokens=args.max_tokens, temperature=0.0, ignore_eos=True)
             decode.append(done.stats["decode_tok_s"])
             hits.append(done.stats["cache"]["hit_rate"])
             read.append(done.stats["cache"]["bytes_read"])
@@ -94,10 +95,12 @@ def measure(model: str, settings: dict[str, Any], args: argparse.Namespace) -> d
             "launch_s": launch_s,
             "first_token_s": first_token_s,
             "first_ttft_s": first.stats["ttft_s"],
+            "prefill_tokens": args.prompt_tokens,
             "prefill_tok_s": median(prefill),
+            "decode_tokens": args.max_tokens,
             "decode_tok_s": median(decode),
-            "hit_rate": median(hits),
-            "bytes_read": median(read),
+            "decode_hit_rate": median(hits),
+            "decode_bytes_read": median(read),
             "foreign_cores": foreign.cores(),
             "memory": stats["memory"],
             "workers": stats["workers"],
@@ -115,6 +118,7 @@ def main() -> int:
     parser.add_argument("--ctx", type=int, default=1024)
     parser.add_argument("--io", default="buffered")
     parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--decode-after", type=int, default=16, help="prompt tokens before decoding is timed")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--drop-cache", action="store_true")

@@ -7,6 +7,7 @@ that outlives its coordinator removes what that could not: its segment's name an
 import logging
 import os
 import signal
+import sys
 import traceback
 from multiprocessing import parent_process
 from pathlib import Path
@@ -21,12 +22,14 @@ from colibri_mp.transport import Link, Waiter
 from colibri_mp.workers.core import Worker, WorkerConfig
 
 _log = logging.getLogger(__name__)
+_SWITCH_S = 0.0005  # how long a reading thread may keep the interpreter while the compute thread waits for it
 
 
 def run(config: WorkerConfig, run_dir: Path, log_level: str) -> None:
     """Entry point of the process; returns when the worker is to end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the coordinator decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.setswitchinterval(_SWITCH_S)
     log.configure(f"worker {config.worker_id}", log_level)
     link = Link(run_dir / "workers", f"worker-{config.worker_id}".encode())
     try:
