@@ -112,7 +112,7 @@ class Coordinator:
         team = stack.enter_context(ThreadTeam(plan.num_threads))
         coordinator = cls(checkpoint, model, plan, config, supervisor, team, should_stop)
         supervisor.wait_ready(_READY_TIMEOUT_S)
-        coordinator.notes += tuple(note for worker in supervisor.workers for note in worker.notes)
+        coordinator.notes += tuple(dict.fromkeys(note for worker in supervisor.workers for note in worker.notes))
         return coordinator
 
     # -- forward -------------------------------------------------------------------------------------------------------

@@ -121,9 +121,10 @@ class Worker:
         self.totals = dict.fromkeys(self._layers, StepCounters())
         mode, reason = self._streamer.mode
         self.notes: tuple[str, ...] = (
-            f"expert reads: {mode} ({reason}), {config.io_threads} at a time",
-            f"experts found in the pool: {self._pool.num_resident()}",
+            f"expert reads: {mode} ({reason}), {config.io_threads} at a time in each worker",
         )
+        if num_resident := self._pool.num_resident():
+            self.notes += (f"worker {config.worker_id} found {num_resident} experts in its pool",)
 
     def step(self, layer: int, x: Floats, ids: Ints, weights: Floats, out: Floats) -> StepCounters:
         """Routed sum of a batch: x [T, D], ids [T, K] (< 0: not routed), weights [T, K] -> out [T, D], overwritten.
