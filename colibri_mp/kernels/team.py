@@ -130,7 +130,8 @@ def _call_helpers(control: int, tag: int) -> int:
     """Make job `tag` the one that helpers join; returns how many are awake already and will see it without being woken."""
     atomic.store_release(control + _WANTED, tag)
     atomic.fence()  # with the one in `_await_job`: a helper that stops waiting now is either not counted, or sees the job
-    return atomic.load_acquire(control + _AWAKE)
+    num_awake: int = atomic.load_acquire(control + _AWAKE)
+    return num_awake
 
 
 @compiled
@@ -143,7 +144,8 @@ def _await_job(control: int, last_tag: int) -> int:
         spins += 1
     atomic.fetch_add(control + _AWAKE, -1)
     atomic.fence()
-    return atomic.load_acquire(control + _WANTED)
+    tag: int = atomic.load_acquire(control + _WANTED)
+    return tag
 
 
 @compiled
