@@ -21,7 +21,7 @@ MOST_BYTES = 16_000_000
 KINDS = {
     "Once upon a time": ("the", "and"),
     "And the king said": ("the", "and"),
-    "def fibonacci(": ("self", "return", "def", "=", "("),
+    "def fibonacci(": ("self", "return", "):", " = "),
     "En el principio": ("de", "la", "y", "que"),
 }
 
@@ -64,10 +64,10 @@ def test_same_logits_as_transformers(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("prompt", KINDS)
 def test_text_of_the_kind_asked_for(cluster: Cluster, prompt: str) -> None:
-    """A plain prompt is continued with words that its kind of text is made of."""
-    text = cluster.generate(prompt, max_tokens=96, temperature=0.7, top_p=0.95, seed=1).text
-    assert sum(word in text for word in KINDS[prompt]) >= 2, text
-    assert text.isprintable() or "\n" in text
+    """A plain prompt is continued with words that its kind of text is made of, in most of four tries."""
+    texts = [cluster.generate(prompt, max_tokens=96, temperature=0.7, top_p=0.95, seed=seed).text for seed in range(4)]
+    fitting = [text for text in texts if sum(word in text for word in KINDS[prompt]) >= 2]
+    assert len(fitting) >= 3, texts
 
 
 def test_chat_answers_end_by_themselves(cluster: Cluster) -> None:
