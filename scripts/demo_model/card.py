@@ -46,7 +46,8 @@ Debian bookworm packages, unpacked, not installed:
 
 {corpora}
 
-The file of each package's copyright was read; in their words:
+What the packages' copyright files say, shortened where marked (those of the two R packages speak of the package alone; Austen died
+in 1817, Melville in 1891):
 
 {notices}
 
@@ -66,6 +67,8 @@ The file of each package's copyright was read; in their words:
 
 The schedule goes by steps (warm-up, constant, then 1 - sqrt over the last {decay_steps}), and each batch depends on the seed
 and the step alone. Batches draw the kind by the square root of its size; half the windows begin at a sample.
+The shipped run was stopped and resumed on the way, which changes nothing: threads split the work in a fixed manner and a
+resumed run takes the same steps.
 
 ## Held-out bits per byte
 

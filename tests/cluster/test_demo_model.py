@@ -21,7 +21,7 @@ MOST_BYTES = 16_000_000
 KINDS = {
     "Once upon a time": ("the", "and"),
     "And the king said": ("the", "and"),
-    "def fibonacci(": ("self", "return", "):", " = "),
+    "def fibonacci(": ("self", "return", "):", '"""', "=", "_"),
     "En el principio": ("de", "la", "y", "que"),
 }
 
