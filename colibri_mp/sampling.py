@@ -72,8 +72,10 @@ class Sampler:
 
     def next_token(self, logits: Floats) -> int:
         """The next token id for logits float32 [V]; advances the generator by one draw unless greedy."""
-        scores = logits.astype(np.float64)
         params = self.params
+        if params.temperature == 0.0 and params.repetition_penalty == 1.0:
+            return int(np.argmax(logits))
+        scores = logits.astype(np.float64)
         if params.repetition_penalty != 1.0 and self._seen:
             _penalise(scores, self._seen, params.repetition_penalty)
         if params.temperature == 0.0:
