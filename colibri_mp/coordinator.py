@@ -39,7 +39,7 @@ from colibri_mp.kernels.team import ThreadTeam
 from colibri_mp.memory import available_memory
 from colibri_mp.messages import Floats, StepCounters
 from colibri_mp.models import load_model
-from colibri_mp.models.structure import DenseSpec, ModelSpec, MoeSpec
+from colibri_mp.models.structure import DenseSpec, ModelSpec
 from colibri_mp.planner import Plan, make_plan, max_logit_rows
 from colibri_mp.resident import ResidentLayer, load_resident
 from colibri_mp.rundir import ClusterInfo, RunDir
@@ -83,8 +83,7 @@ class Coordinator:
         )
         self._rope = rope_tables(model.rope, plan.ctx_tokens)
         self._attention = AttentionStage(team, attention, self._rope, max_rows, plan.ctx_tokens, config.planes)
-        router = next(layer.mlp.router for layer in model.layers if isinstance(layer.mlp, MoeSpec))
-        self._router = RouterStage(team, router, model.hidden, model.norm_eps, max_rows)
+        self._router = RouterStage(team, model.router, model.hidden, model.norm_eps, max_rows)
         self._head = HeadStage(team, model.hidden, model.vocab_size, model.norm_eps, self.max_logit_rows, config.planes)
         dense_shapes = {layer.mlp.shape for layer in model.layers if isinstance(layer.mlp, DenseSpec)}
         self._dense = {shape: ExpertStage(team, shape, max_rows, 1, config.planes) for shape in dense_shapes}
@@ -219,7 +218,6 @@ class Coordinator:
 def worker_configs(checkpoint: Checkpoint, model: ModelSpec, plan: Plan, config: LaunchConfig) -> list[WorkerConfig]:
     """What each worker is told."""
     by_layer = {experts.layer: experts for experts in model.expert_layers}
-    router = next(layer.mlp.router for layer in model.layers if isinstance(layer.mlp, MoeSpec))
     configs = []
     for worker_id, share in enumerate(plan.workers):
         experts = tuple(by_layer[layer] for layer in share.layers)
@@ -235,7 +233,7 @@ def worker_configs(checkpoint: Checkpoint, model: ModelSpec, plan: Plan, config:
                 slots=slots,
                 files=checkpoint.files,
                 fingerprint=checkpoint.fingerprint,
-                top_k=router.top_k,
+                top_k=model.router.top_k,
                 max_tokens=plan.prefill_chunk,
                 num_threads=plan.num_threads,
                 io_mode=config.io,

@@ -264,7 +264,7 @@ def _step_frame(message: Route | Routed) -> bytes:
         arrays: tuple[np.ndarray[Any, Any], ...] = (message.x, message.ids, message.weights)
     else:
         num_tokens, hidden = message.y.shape
-        head = (_ROUTED, message.step, message.layer, num_tokens, hidden, 0, *_counters_tuple(message.counters))
+        head = (_ROUTED, message.step, message.layer, num_tokens, hidden, 0, *msgspec.structs.astuple(message.counters))
         arrays = (message.y,)
     for array, dtype in zip(arrays, ("<f4", "<i4", "<f4"), strict=False):
         if array.dtype.str != dtype:
@@ -273,10 +273,6 @@ def _step_frame(message: Route | Routed) -> bytes:
             )
     header = _STEP.pack(STEP_MAGIC, VERSION, *head).ljust(_STEP_HEADER_BYTES, b"\0")
     return b"".join((header, *(array.tobytes() for array in arrays)))
-
-
-def _counters_tuple(c: StepCounters) -> tuple[int, int, int, int, float, float, float]:
-    return c.hits, c.misses, c.evictions, c.bytes_read, c.disk_s, c.wait_s, c.compute_s
 
 
 def _step_message(frame: Frame) -> Route | Routed:

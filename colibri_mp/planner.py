@@ -262,7 +262,6 @@ class _Sizes:
     def coordinator_scratch(self) -> int:
         """The stages' buffers, logits, rotary tables, messages."""
         model, rows, planes = self.model, self.chunk, self.config.planes
-        router = next(layer.mlp.router for layer in model.layers if isinstance(layer.mlp, MoeSpec))
         dense = {layer.mlp.shape for layer in model.layers if isinstance(layer.mlp, DenseSpec)}
         logit_rows = max_logit_rows(model.vocab_size, rows)
         attention = AttentionStage.scratch_bytes(
@@ -270,7 +269,7 @@ class _Sizes:
         )
         return (
             attention
-            + RouterStage.scratch_bytes(router, model.hidden, rows)
+            + RouterStage.scratch_bytes(model.router, model.hidden, rows)
             + HeadStage.scratch_bytes(model.hidden, model.vocab_size, logit_rows)
             + logit_rows * model.vocab_size * 4  # the copy on its way to the client
             + sum(expert.scratch_bytes(shape, rows, 1, planes, self.num_threads) for shape in dense)

@@ -91,6 +91,11 @@ class ModelSpec:
         return self.head is self.embed
 
     @property
+    def router(self) -> RouterSpec:
+        """The router of the mixture-of-experts layers; families give all of them the same."""
+        return next(layer.mlp.router for layer in self.layers if isinstance(layer.mlp, MoeSpec))
+
+    @property
     def expert_layers(self) -> tuple[ExpertLayer, ...]:
         """The routed experts of each mixture-of-experts layer, in order of the layers."""
         return tuple(layer.mlp.experts for layer in self.layers if isinstance(layer.mlp, MoeSpec))
