@@ -25,7 +25,7 @@ import numpy as np
 from colibri_mp.errors import ProtocolError
 
 MAGIC = b"CLBR"
-VERSION = 1
+VERSION = 2
 STEP_MAGIC = b"CLBS"
 _HEADER = struct.Struct("<4sHH")
 _DTYPES = ("<f4", "<i4")
@@ -170,10 +170,14 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class StepCounters(msgspec.Struct, frozen=True):
-    """What one `Route` cost a worker: experts found and read, bytes asked of the disk, seconds."""
+    """What one `Route` cost a worker: experts found and read, bytes asked of the disk, seconds.
+
+    Every expert asked for is one of `hits` (in memory), `promoted` (read ahead, or being read ahead) and `misses`.
+    """
 
     hits: int = 0
     misses: int = 0
+    promoted: int = 0
     evictions: int = 0
     bytes_read: int = 0
     disk_s: float = 0.0  # wall time in which at least one read was under way
@@ -249,12 +253,12 @@ class _Codec(threading.local):
 
 _codec = _Codec()
 
-# magic, version, kind, step, layer, T, D, K, hits, misses, evictions, bytes_read, disk_s, wait_s, compute_s
-_STEP = struct.Struct("<4sHHQIIIIQQQQddd8x")
+# magic, version, kind, step, layer, T, D, K, hits, misses, promoted, evictions, bytes_read, disk_s, wait_s, compute_s
+_STEP = struct.Struct("<4sHHQIIIIQQQQQddd")
 _STEP_DTYPES = (np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.float32))
 _STEPS = (Route, Routed)
 _ROUTE, _ROUTED = 1, 2
-_NO_COUNTERS = (0, 0, 0, 0, 0.0, 0.0, 0.0)
+_NO_COUNTERS = (0, 0, 0, 0, 0, 0.0, 0.0, 0.0)
 
 
 def _step_frame(message: Route | Routed) -> bytes:

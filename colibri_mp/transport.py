@@ -140,8 +140,8 @@ def _send(socket: "zmq.Socket[bytes]", frames: Sequence[Frame]) -> None:
     """Queue the frames of a message. A step is one frame, and has no time for `send_multipart`."""
     *first, last = frames
     for frame in first:
-        socket.send(frame, zmq.SNDMORE, copy=len(frame) <= _COPY_UP_TO_BYTES)
-    socket.send(last, copy=len(last) <= _COPY_UP_TO_BYTES)
+        socket.send(frame, zmq.SNDMORE, len(frame) <= _COPY_UP_TO_BYTES)
+    socket.send(last, 0, len(last) <= _COPY_UP_TO_BYTES)
 
 
 def _receive(socket: "zmq.Socket[bytes]") -> list[bytes]:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.config import IoMode
-from colibri_mp.errors import PoolError, ProtocolError, ReadError
+from colibri_mp.errors import ProtocolError, ReadError
 from colibri_mp.kernels.expert import ExpertStage
 from colibri_mp.kernels.layout import ExpertShape, pack
 from colibri_mp.kernels.team import ThreadTeam
@@ -78,13 +78,14 @@ class _Tally:
     """Counters of a step while it runs."""
 
     def __init__(self) -> None:
-        self.hits = self.misses = self.evictions = self.bytes_read = 0
+        self.hits = self.misses = self.promoted = self.evictions = self.bytes_read = 0
         self.wait, self.compute = _Stopwatch(), _Stopwatch()
 
     def add(self, held: Held) -> None:
         """Count what a round has acquired."""
-        self.hits += len(held.hits)
-        self.misses += len(held.misses) + len(held.pending)
+        self.hits += len(held.hits) - held.num_promoted + held.num_late
+        self.misses += len(held.misses) + len(held.pending) - held.num_late
+        self.promoted += held.num_promoted
         self.evictions += held.num_evicted
 
     def counters(self, disk_s: float) -> StepCounters:
@@ -92,6 +93,7 @@ class _Tally:
         return StepCounters(
             hits=self.hits,
             misses=self.misses,
+            promoted=self.promoted,
             evictions=self.evictions,
             bytes_read=self.bytes_read,
             disk_s=disk_s,
@@ -109,11 +111,10 @@ class Worker:
         Raises `PoolError` or `ReadError`; nothing stays open then.
         """
         self.config = config
-        self._check_floor()
         with contextlib.ExitStack() as stack:
             self._segment = Segment.attach(config.segment_name)
             stack.callback(self._segment.close)
-            self._pool = ExpertPool(self._segment, config.slots, config.fingerprint)
+            self._pool = ExpertPool(self._segment, config.slots, config.fingerprint, floor=config.top_k)
             stack.callback(self._pool.close)
             self._team = ThreadTeam(config.num_threads)
             stack.callback(self._team.close)
@@ -255,17 +256,6 @@ class Worker:
             for shape, num_experts in most.items()
         }
         return {layer.layer: by_shape[layer.shape] for layer in config.expert_layers}
-
-    def _check_floor(self) -> None:
-        """One token's experts must fit each layer: the least that makes progress without reading them twice."""
-        for entry in self.config.slots:
-            floor = min(entry.num_experts, self.config.top_k)
-            if entry.num_slots < floor:
-                missing_bytes = (floor - entry.num_slots) * entry.slab_bytes
-                raise PoolError(
-                    f"layer {entry.layer} needs {floor} slots of {entry.slab_bytes} bytes for one token, the pool has "
-                    f"{entry.num_slots}; raise --ram by {missing_bytes} bytes a layer"
-                )
 
     def _check_arrays(self, layer: int, x: Floats, ids: Ints, weights: Floats, out: Floats) -> None:
         if layer not in self._layers:

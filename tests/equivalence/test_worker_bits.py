@@ -141,10 +141,10 @@ def test_new_worker_finds_a_warm_pool(model: Model) -> None:
 
 def test_pool_below_one_token_is_refused(model: Model) -> None:
     """A pool that cannot hold one token's experts is refused at start with the number."""
-    with pytest.raises(
-        PoolError, match=r"layer 1 needs 3 slots of \d+ bytes for one token, the pool has 2; raise --ram"
-    ):
-        core.Worker(model.config(TOP_K - 1))
+    config = model.config(TOP_K - 1)
+    refusal = r"layer 1 needs 3 slots of \d+ bytes for one token, the pool has 2; raise --ram"
+    with Segment.create(config.segment_name, pool_bytes(config.slots)), pytest.raises(PoolError, match=refusal):
+        core.Worker(config)
 
 
 def test_arrays_that_do_not_fit_are_refused(model: Model) -> None:
