@@ -24,9 +24,10 @@ FRAME = np.dtype(
         ("weight", MATRIX),
         *[(name, np.int64) for name in (*_LINEAR_FIELDS, *_ROUTER_FIELDS)],
         ("eps", np.float64),
+        ("top_p", np.float64),
     ]
 )
-"""Addresses, strides in bytes and counts."""
+"""Addresses, strides in bytes and counts; at the end what is neither."""
 
 _ROWS_A_CHUNK = 4
 _SMALL_WORK_BYTES = 256 * 1024
