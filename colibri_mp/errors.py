@@ -78,6 +78,13 @@ class RequestError(ColibriError):
     exit_code = 10
 
 
+class TraceError(ColibriError):
+    """A route trace that cannot be read, or that is no trace."""
+
+    kind = "trace"
+    exit_code = 11
+
+
 def _all_classes(root: type[ColibriError]) -> list[type[ColibriError]]:
     return [root, *(cls for sub in root.__subclasses__() for cls in _all_classes(sub))]
 

@@ -184,6 +184,11 @@ class StepCounters(msgspec.Struct, frozen=True):
     wait_s: float = 0.0  # wall time in which compute stood still for the disk
     compute_s: float = 0.0
 
+    @property
+    def asked(self) -> int:
+        """Distinct experts that the step needed."""
+        return self.hits + self.misses
+
 
 class Routed(msgspec.Struct, frozen=True):
     """The routed sum y float32 [T, D] of a `Route`, each token's experts added in ascending id."""

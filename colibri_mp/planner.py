@@ -25,6 +25,7 @@ from colibri_mp.kernels.kv_cache import BLOCK_TOKENS, KVCache, num_blocks_for
 from colibri_mp.kernels.layout import packed_bytes
 from colibri_mp.kernels.rope import RopeTables
 from colibri_mp.kernels.router import RouterStage
+from colibri_mp.lossy import with_lossy_routing
 from colibri_mp.memory import Available, available_memory, usable_cores
 from colibri_mp.models import load_model
 from colibri_mp.models.structure import DenseSpec, ModelSpec, MoeSpec
@@ -95,11 +96,11 @@ class Plan:
 def plan_for(config: LaunchConfig, progress: Callable[[str], None]) -> Plan:
     """The plan for a configuration, from the headers of its checkpoint."""
     model = load_model(Checkpoint.open(resolve(config.model, progress)))
-    return make_plan(model, config, available_memory())
+    return make_plan(with_lossy_routing(model, config), config, available_memory())
 
 
-def make_plan(model: ModelSpec, config: LaunchConfig, available: Available) -> Plan:
-    """Split the budget.
+def make_plan(model: ModelSpec, config: LaunchConfig, available: Available, check_shm: bool = True) -> Plan:
+    """Split the budget. `check_shm`: this machine's /dev/shm must have room for the pools; off for plans of other machines.
 
     Raises:
         MemoryPlanError: the budget is too small or more than the system has; names the terms and the needed size.
@@ -114,6 +115,8 @@ def make_plan(model: ModelSpec, config: LaunchConfig, available: Available) -> P
     fixed = sizes.fixed_terms(groups, budget_bytes)
     demands = [[_demand(layer, model, config) for layer in group] for group in groups]
     pool_terms, shares = _pools(demands, groups, fixed, budget_bytes)
+    if check_shm:
+        _check_shm(sum(share.pool_bytes for share in shares))
     slots = sum(sum(share.num_slots) for share in shares)
     num_experts = sum(layer.num_experts for layer in model.expert_layers)
     return Plan(
@@ -333,7 +336,6 @@ def _pools(
         nbytes += _table_bytes(group_demands, sum(mine))
         terms.append(Term(f"worker {worker_id}", f"expert pool, {sum(mine)} slots", nbytes))
         shares.append(WorkerShare(tuple(layer.layer for layer in group), tuple(mine), nbytes))
-    _check_shm(sum(share.pool_bytes for share in shares))
     return terms, tuple(shares)
 
 

@@ -177,6 +177,8 @@ class Service:
             },
             "progress": {"steps": self.engine.num_steps, "tokens": self.engine.num_tokens},
             "cache": {**cache, "hit_rate": cache["hits"] / asked if asked else 0.0},
+            "phases": coordinator.clock.describe(),
+            "lossy": list(coordinator.lossy),
             "workers": coordinator.describe_workers(),
             "memory": {
                 "budget_bytes": coordinator.plan.budget_bytes,
@@ -195,6 +197,7 @@ class Service:
 
     def _wait_if_idle(self) -> None:
         if self.engine.is_idle:
+            self.coordinator.trace.flush()
             wait([self.control.inbox.fd, *self.coordinator.supervisor.sentinels], _IDLE_TICK_S)
 
     def _obey(self, command: Command) -> None:
