@@ -36,16 +36,17 @@ from colibri_mp.kernels.norm import rms_norm
 from colibri_mp.kernels.rope import rope_tables
 from colibri_mp.kernels.router import RouterStage
 from colibri_mp.kernels.team import ThreadTeam
-from colibri_mp.memory import available_memory
 from colibri_mp.messages import Floats, StepCounters
 from colibri_mp.models import load_model
 from colibri_mp.models.structure import DenseSpec, ModelSpec
-from colibri_mp.planner import Plan, make_plan, max_logit_rows
+from colibri_mp.plan_terms import max_logit_rows
+from colibri_mp.planner import Plan, plan_now, split_slabs
 from colibri_mp.resident import ResidentLayer, load_resident
 from colibri_mp.rundir import ClusterInfo, RunDir
 from colibri_mp.scheduler import Rows
 from colibri_mp.shm.layout import LayerSlots, pool_bytes
 from colibri_mp.shm.segment import Segment, segment_name
+from colibri_mp.shm.view import PoolView
 from colibri_mp.supervisor import Supervisor
 from colibri_mp.workers.core import WorkerConfig
 
@@ -65,6 +66,7 @@ class Coordinator:
         self.plan = plan
         self.supervisor = supervisor
         self.notes: tuple[str, ...] = plan.notes
+        self.pools: list[PoolView] = []
         self.weights = load_resident(checkpoint, model)
         self.max_context = plan.ctx_tokens
         self.vocab_size = model.vocab_size
@@ -98,12 +100,13 @@ class Coordinator:
         """Build everything; `stack` takes it back. Raises a `ColibriError` that says what is in the way."""
         checkpoint = Checkpoint.open(resolve(config.model, progress))
         model = load_model(checkpoint)
-        plan = make_plan(model, config, available_memory())
+        plan = plan_now(checkpoint, model, config)
         compile_kernels(encodings_of(model), config.planes, progress, should_stop)
         workers = worker_configs(checkpoint, model, plan, config)
         run_dir.describe(ClusterInfo(os.getpid(), str(checkpoint.path), tuple(w.segment_name for w in workers)))
-        for worker in workers:
-            stack.enter_context(Segment.create(worker.segment_name, pool_bytes(worker.slots)))
+        segments = [
+            stack.enter_context(Segment.create(worker.segment_name, pool_bytes(worker.slots))) for worker in workers
+        ]
         supervisor = Supervisor(run_dir, config.step_timeout, config.log_level)
         stack.callback(supervisor.close)
         supervisor.start(workers)
@@ -111,6 +114,9 @@ class Coordinator:
         team = stack.enter_context(ThreadTeam(plan.num_threads))
         coordinator = cls(checkpoint, model, plan, config, supervisor, team, should_stop)
         supervisor.wait_ready(_READY_TIMEOUT_S)
+        for segment in segments:
+            coordinator.pools.append(PoolView(segment))
+            stack.callback(coordinator.pools[-1].close)
         coordinator.notes += tuple(dict.fromkeys(note for worker in supervisor.workers for note in worker.notes))
         return coordinator
 
@@ -165,6 +171,16 @@ class Coordinator:
         stage.finish(out)
         return out
 
+    # -- pools ---------------------------------------------------------------------------------------------------------
+
+    def slab_bytes(self) -> int:
+        """Memory that the slabs of all pools take now."""
+        return sum(pool.reserved_bytes() - pool.layout.slabs_offset for pool in self.pools)
+
+    def limit_slabs(self, slab_bytes: int) -> None:
+        """Keep the slabs of all pools within so many bytes, soon. Callable from any thread."""
+        self.supervisor.request_sizes(split_slabs(self.plan.workers, slab_bytes))
+
     # -- reports -------------------------------------------------------------------------------------------------------
 
     def cache_counters(self) -> dict[str, float]:
@@ -196,9 +212,11 @@ class Coordinator:
                 "layers": worker.config.describe_layers(),
                 "num_slots": sum(layer.num_slots for layer in worker.config.slots),
                 "pool_bytes": pool_bytes(worker.config.slots),
+                "pool_used_bytes": pool.reserved_bytes(),
+                "slab_limit_bytes": worker.slab_limit_bytes or share.slab_bytes,
                 **{name: self._totals[worker.config.worker_id][name] for name in StepCounters.__struct_fields__},
             }
-            for worker in self.supervisor.workers
+            for worker, pool, share in zip(self.supervisor.workers, self.pools, self.plan.workers, strict=True)
         ]
 
     def processes(self) -> list[tuple[str, int]]:
