@@ -178,6 +178,27 @@ def plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def checksum(args: argparse.Namespace) -> int:
+    """Compute checksums of all experts, or hold the experts against those that were computed before."""
+    from colibri_mp.checkpoint.hub import resolve
+    from colibri_mp.checkpoint.source import Checkpoint
+    from colibri_mp.checksums import check_or_compute
+    from colibri_mp.compiling import compile_kernels
+    from colibri_mp.models import load_model
+
+    with _Progress() as progress:
+        checkpoint = Checkpoint.open(resolve(args.model, progress.show))
+        model = load_model(checkpoint)
+        encodings = frozenset(e for layer in model.expert_layers for e in (layer.gate, layer.up, layer.down))
+        compile_kernels(encodings, LaunchConfig.planes, progress.show, lambda: False)
+        report = check_or_compute(checkpoint.files, model.expert_layers, checkpoint.fingerprint, progress.show)
+    if args.json:
+        print(json.dumps(report._asdict()))
+    else:
+        _say(_checksum_summary(report))
+    return 0
+
+
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
@@ -206,6 +227,9 @@ def _parser() -> Parser:
         verb_parser = _verb(verbs, name, function, as_json=name == "status")
         verb_parser.add_argument("--name", default="", metavar="NAME", help="name of the cluster (default: 'default')")
     _verb(verbs, "plan", plan, cluster=True, as_json=True)
+
+    checksum_parser = _verb(verbs, "checksum", checksum, as_json=True)
+    checksum_parser.add_argument("model", metavar="MODEL", help="model folder, or Hugging Face id (org/name)")
     return parser
 
 
@@ -338,6 +362,15 @@ def _summary(reason: str, stats: dict[str, Any], memory: dict[str, Any]) -> str:
         f"{format_size(cache['bytes_read'])} read; memory {format_size(memory['peak_bytes'])} "
         f"of {format_size(memory['budget_bytes'])}; ended: {reason}]"
     )
+
+
+def _checksum_summary(report: Any) -> str:
+    from colibri_mp.config import format_size
+
+    read = f"{report.num_experts} experts, {format_size(report.bytes_read)}, read in {report.seconds:.1f} s"
+    new = report.num_experts - report.num_known
+    kept = f"; checksums of {new} are kept in {report.path}" if new else ""
+    return f"{read}; {report.num_known} had a checksum, and have it still{kept}"
 
 
 def _raise_interrupt(_signal: int, _frame: object) -> NoReturn:

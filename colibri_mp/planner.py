@@ -31,7 +31,8 @@ from colibri_mp.models.structure import DenseSpec, ModelSpec, MoeSpec
 from colibri_mp.shm.layout import overhead_bytes
 from colibri_mp.shm.policy import LayerDemand, plan_slots
 from colibri_mp.shm.segment import free_shm_bytes
-from colibri_mp.workers.streamer import scratch_bytes as read_scratch_bytes
+from colibri_mp.workers.expert_reader import scratch_bytes as read_scratch_bytes
+from colibri_mp.workers.slab_audit import audit_bytes
 
 # Interpreter and libraries, PSS, measured with one worker on Linux x86-64 (23, 119, 101 and 7.8 MB) and rounded up.
 CLIENT_BYTES = 25_000_000
@@ -253,10 +254,11 @@ class _Sizes:
     def worker_terms(self, worker_id: int, group: Sequence[ExpertLayer]) -> list[Term]:
         """A worker's terms but its pool."""
         name, in_flight = f"worker {worker_id}", self.config.io_threads
+        buffers = read_scratch_bytes(group, in_flight) + (audit_bytes(group) if self.config.verify == "always" else 0)
         return [
             Term(name, "interpreter and libraries", WORKER_BYTES),
             Term(name, f"scratch, {self.chunk} rows a step", self.worker_scratch(group)),
-            Term(name, f"read buffers, {in_flight} in flight", read_scratch_bytes(group, in_flight)),
+            Term(name, f"read buffers, {in_flight} in flight", buffers),
         ]
 
     def coordinator_scratch(self) -> int:

@@ -1,9 +1,11 @@
 """What is kept for the user between runs, and where: one folder, files that are replaced as a whole.
 
-    $COLIBRI_CACHE_DIR, else $XDG_CACHE_HOME/colibri-mp, else ~/.cache/colibri-mp (macOS: ~/Library/Caches/colibri-mp)
-        kernels/        compiled kernels (see kernels.isa)
-        disks.json      how fast each disk reads experts (see disks)
-        checksums/      checksums of experts, by fingerprint of the checkpoint (see checksums)
+    kernels/        compiled kernels (see kernels.isa)
+    disks.json      how fast each disk reads experts (see disks)
+    checksums/      checksums of experts, by fingerprint of the checkpoint (see checksums)
+
+The folder is $COLIBRI_CACHE_DIR, else $XDG_CACHE_HOME/colibri-mp, else ~/.cache/colibri-mp (macOS: ~/Library/Caches/colibri-mp).
+All of it can be removed at any time.
 """
 
 import os

@@ -28,9 +28,11 @@ from colibri_mp.errors import ReadError
 from colibri_mp.formats import Encoding
 from colibri_mp.kernels.layout import pack
 from colibri_mp.workers import expert_files, read_plan
+from colibri_mp.workers.copies import Copy, ExpertCopies
 from colibri_mp.workers.expert_files import aligned_buffer, buffer_bytes
+from colibri_mp.workers.expert_reader import ExpertReader, Packer, scratch_bytes
 from colibri_mp.workers.read_plan import ALIGNMENT, GAP_BYTES, LayerPlan
-from colibri_mp.workers.streamer import Landed, Packer, Streamer, scratch_bytes
+from colibri_mp.workers.streamer import Landed, Streamer
 
 ENCODINGS = ((Q4, Q4, Q4), (BF16, BF16, BF16), (Q8, Q4, BF16))
 
@@ -52,7 +54,8 @@ def open_streamer(
     files: Sequence[Path], experts: ExpertBytes, mode: IoMode = "buffered", num_threads: int = 3, packer: Packer = pack
 ) -> Streamer:
     """A streamer for one layer."""
-    return Streamer(files, [experts.expert_layer()], packer, mode, num_threads)
+    copies = ExpertCopies([Copy(tuple(files), mode)])
+    return Streamer(ExpertReader(copies, [experts.expert_layer()], packer), num_threads)
 
 
 def read_all(streamer: Streamer, experts: ExpertBytes) -> tuple[list[Bytes], list[Landed]]:
@@ -135,7 +138,7 @@ def test_small_gaps_are_read_through() -> None:
             experts.files[0] += bytes(gap)
         [task] = LayerPlan(experts.expert_layer()).tasks(0)
         assert len(task.ranges) == num_ranges
-        assert all(wanted.scratch_offset % ALIGNMENT == 0 for wanted in task.ranges)
+        assert all(wanted.target_offset % ALIGNMENT == 0 for wanted in task.ranges)
         starts = [start for (start,) in task.part_offsets]
         assert sorted(starts) == [starts[1], starts[2], starts[0]]
 
@@ -149,7 +152,7 @@ def test_scratch_is_large_enough(place: Place) -> None:
     for expert in range(5):
         for task in plan.tasks(expert):
             last = task.ranges[-1]
-            end = last.scratch_offset + -(-(last.offset % ALIGNMENT + last.nbytes) // ALIGNMENT) * ALIGNMENT
+            end = last.target_offset + -(-(last.offset % ALIGNMENT + last.nbytes) // ALIGNMENT) * ALIGNMENT
             assert end <= plan.scratch_bytes
     assert 0 <= scratch_bytes([experts.expert_layer()], 4) - 4 * plan.scratch_bytes < 4 * ALIGNMENT
 
