@@ -31,7 +31,8 @@ class ExpertLayer:
     """Where the E experts of a layer lie. Each is gate [F, D], up [F, D], down [D, F]; E experts, F width, D hidden.
 
     `piece_names` [P] is (projection, part) in the order gate, up, down and within each `encoding.parts`. Picklable,
-    holds no file: a worker opens the files itself.
+    holds no file: a worker opens the files itself. `is_packed`: the file holds the slab as the kernels read it; the one
+    piece is the whole slab, `shape.slab_bytes` long. `checksums` [E]: xxh3-64 of the packed slab, padding zeroed.
     """
 
     layer: int
@@ -45,6 +46,8 @@ class ExpertLayer:
     piece_bytes: npt.NDArray[np.int64]  # [P]
     file_idx: npt.NDArray[np.int32]  # [E, P]
     offset: npt.NDArray[np.int64]  # [E, P]
+    is_packed: bool = False
+    checksums: npt.NDArray[np.uint64] | None = None
 
     @property
     def stored_bytes(self) -> int:
