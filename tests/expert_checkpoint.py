@@ -1,7 +1,7 @@
 """Experts with random contents in files of every layout, for tests of the workers; no checkpoint around them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +129,27 @@ def scattered(experts: ExpertBytes) -> None:
         file_idx = int(rng.integers(0, 2))
         experts.files[file_idx] += bytes(int(rng.choice([0, 0, 1, 999, 70_000])))
         experts.put(*places[i], file_idx)
+
+
+def write_packed(folder: Path, experts: ExpertBytes) -> tuple[Path, ExpertLayer]:
+    """One file of slabs, as a container has them: padded with zeros to whole pages, the first one at byte 8192."""
+    per_expert(experts)
+    layer = experts.expert_layer()
+    size = layer.shape.slab_bytes
+    slabs = np.zeros((experts.num_experts, size), np.uint8)
+    for expert, slab in enumerate(slabs):
+        slab[: layer.shape.nbytes] = experts.slab(expert)
+    path = folder / f"experts-{experts.layer:05d}.safetensors"
+    path.write_bytes(bytes(8192) + slabs.tobytes())
+    packed = replace(
+        layer,
+        piece_names=(("expert", "slab"),),
+        piece_bytes=np.array([size], np.int64),
+        file_idx=np.zeros((experts.num_experts, 1), np.int32),
+        offset=8192 + size * np.arange(experts.num_experts, dtype=np.int64)[:, None],
+        is_packed=True,
+    )
+    return path, packed
 
 
 def write(folder: Path, experts: ExpertBytes, place: Place) -> tuple[Path, ...]:

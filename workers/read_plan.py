@@ -7,6 +7,8 @@
 A small expert is one task, and one read where its pieces lie together; a large one is spread over the I/O threads, so
 that a single miss already keeps the disk busy and scratch memory stays small. Rows are cut in multiples of 16, the row
 block of the packed layout, whose blocks follow each other: a task packs into a part of the slab of its own.
+
+A layer that is packed already (a container's) has one task of one aligned range an expert, read into the slab itself.
 """
 
 from collections.abc import Sequence
@@ -55,12 +57,14 @@ class FileRange(NamedTuple):
 class ReadTask:
     """What one I/O thread does at a time: read `ranges`, then pack each of `matrices`.
 
-    `part_offsets` has, for each matrix, where in the scratch buffer each of its parts starts.
+    `part_offsets` has, for each matrix, where in the scratch buffer each of its parts starts. Of a packed expert there is
+    nothing to pack: its one range goes straight `into_slab`.
     """
 
     ranges: tuple[FileRange, ...]
     matrices: tuple[MatrixRows, ...]
     part_offsets: tuple[tuple[int, ...], ...]
+    into_slab: bool = False
 
 
 class LayerPlan:
@@ -68,13 +72,15 @@ class LayerPlan:
 
     def __init__(self, layer: ExpertLayer) -> None:
         self.layer = layer
-        self._cuts = _cut(layer)
+        self._cuts = [] if layer.is_packed else _cut(layer)
         self.slab_bytes = layer.shape.slab_bytes
-        self.scratch_bytes = max(_scratch_bound(matrices) for matrices in self._cuts)
+        self.scratch_bytes = max((_scratch_bound(matrices) for matrices in self._cuts), default=ALIGNMENT)
 
     def tasks(self, expert: int) -> list[ReadTask]:
         """The tasks that together fill the slab of `expert`."""
         files, offsets = self.layer.file_idx[expert].tolist(), self.layer.offset[expert].tolist()
+        if self.layer.is_packed:
+            return [ReadTask((FileRange(files[0], offsets[0], self.slab_bytes, 0),), (), (), into_slab=True)]
         return [_task(matrices, files, offsets) for matrices in self._cuts]
 
 

@@ -185,7 +185,7 @@ class Streamer:
             raise ReadError("the worker is closing")
         if request.error is not None:
             return 0
-        nbytes = self._read(request, task, scratch)
+        nbytes = self._read(request, task, request.slab.data if task.into_slab else scratch)
         started = time.perf_counter()
         for matrix, part_offsets in zip(task.matrices, task.part_offsets, strict=True):
             self._pack_rows(matrix, part_offsets, scratch, request.slab)

@@ -21,6 +21,7 @@ from expert_checkpoint import (
     scattered,
     stacked,
     write,
+    write_packed,
 )
 
 from colibri_mp.config import IoMode
@@ -91,6 +92,35 @@ def test_slabs_have_the_right_bytes(
     assert [done.error for done in landed] == [None] * 6
     assert sorted(done.tag for done in landed) == list(range(6))
     assert_slabs(slabs, experts)
+
+
+@pytest.mark.parametrize("mode", ["buffered", "direct"])
+def test_packed_experts_are_one_read_each(tmp_path: Path, mode: IoMode) -> None:
+    """A container's expert goes straight into its slab, padding included, with one request and no packing."""
+
+    def no_packing(encoding: Encoding, rows: int, cols: int, parts: Sequence[Bytes], out: Bytes) -> None:
+        raise AssertionError("a packed expert is packed again")
+
+    experts = random_experts(3, 6, 128, 192, (Q8, Q4, BF16))
+    path, layer = write_packed(tmp_path, experts)
+    size = layer.shape.slab_bytes
+    streamer = Streamer([path], [layer], no_packing, mode, 3)
+    slabs = np.frombuffer(aligned_buffer(6 * size), np.uint8)[: 6 * size].reshape(6, size)
+    slabs[:] = 0xAA
+    for expert, slab in enumerate(slabs):
+        streamer.submit(3, expert, slab, expert)
+    landed: list[Landed] = []
+    while len(landed) < 6:
+        landed += streamer.landed(20.0)
+    counters = streamer.counters()
+    streamer.close()
+    assert [done.error for done in landed] == [None] * 6
+    assert (counters.num_reads, counters.bytes_read) == (6, 6 * size)
+    for expert, slab in enumerate(slabs):
+        expected = experts.slab(expert)
+        assert np.array_equal(slab[: expected.size], expected)
+        assert not slab[expected.size :].any()
+    assert scratch_bytes([layer], 3) == 3 * ALIGNMENT
 
 
 @pytest.mark.parametrize("encodings", ENCODINGS)
