@@ -63,6 +63,12 @@ class Encoding:
         group_bytes = rows * (cols // self.group_size) * ELEMENT_BYTES[self.scale]
         return (rows * cols * self.bits // 8, *[group_bytes] * (len(self.parts) - 1))
 
+    def describe(self) -> str:
+        """For people: "affine 4 bit in groups of 64"."""
+        if not self.group_size:
+            return self.kind
+        return f"{self.kind} {self.bits} bit in groups of {self.group_size}"
+
     def is_supported(self, cols: int) -> bool:
         """Whether this is one of the encodings in the module docstring, and rows of `cols` values can have it."""
         match self.kind:

@@ -1,7 +1,8 @@
 """A checkpoint folder: config, the headers of all weight files, and bytes on demand.
 
 Weight files are those of `model.safetensors.index.json`, else `model.safetensors`, else every `*.safetensors` of the
-folder; of a container (`container`) those that its marker in config.json calls for. Opening reads headers only; index and files must agree in both directions. What a model needs is up to `models`.
+folder; of a container (`container`) those that its marker in config.json calls for. Opening reads headers only; index
+and files must agree in both directions. What a model needs is up to `models`.
 """
 
 import hashlib
@@ -118,7 +119,7 @@ class Checkpoint:
         try:
             with path.open("rb", buffering=0) as file:
                 file.seek(offset)
-                _fill(file, data)
+                fill(file, data)
         except OSError as error:
             raise ReadError(f"{path}: cannot read {nbytes} bytes at {offset}: {error.strerror or error}") from error
         return data
@@ -155,7 +156,8 @@ def to_float32(raw: Bytes, dtype: str) -> npt.NDArray[np.float32]:
             raise CheckpointError(f"dtype {dtype} is no float type that can be read; supported are BF16, F16, F32")
 
 
-def _fill(file: FileIO, data: Bytes) -> None:
+def fill(file: FileIO, data: Bytes) -> None:
+    """Read from the file's position until `data` is full. Raises `OSError`, also where the file ends before."""
     view = data.data
     while view:
         count = file.readinto(view)
