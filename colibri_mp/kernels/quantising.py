@@ -34,6 +34,8 @@ from colibri_mp.kernels.vectors import (
 
 STEPS = (np.array([[-0.04, 0.04, 0.08, 0.14]]) / [[1], [3], [9]]).astype(np.float32)
 """How far an end of the range moves inwards in each of three rounds, as shares of the group's range."""
+LEAST_SCALE = np.float32(1e-36)
+"""Groups whose values differ by less are taken as constant: the inverse of their scale would overflow."""
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -63,9 +65,9 @@ def _to_bf16(builder: Any, value: Any) -> Any:
 
 @compiled
 def _inverse(scale: Any) -> Any:
-    """1 / scale; 0 where the scale is not above 0, so that all codes are 0."""
-    zero, one = splat16(np.float32(0.0)), splat16(np.float32(1.0))
-    return select_less16(zero, scale, one / scale, zero)
+    """1 / scale; 0 where the scale is not above `LEAST_SCALE`, so that all codes are 0."""
+    zero, one, least = splat16(np.float32(0.0)), splat16(np.float32(1.0)), splat16(LEAST_SCALE)
+    return select_less16(least, scale, one / scale, zero)
 
 
 @compiled

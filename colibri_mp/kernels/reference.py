@@ -156,7 +156,7 @@ def quantise(values: Floats, bits: int, group_size: int, steps: Floats) -> tuple
 
 
 def _codes(groups: Floats, scale: Floats, bias: Floats, top: np.float32) -> Floats:
-    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > np.float32(1e-36))
     return np.rint(np.clip((groups - bias[:, None]) * inverse[:, None], 0, top))
 
 
