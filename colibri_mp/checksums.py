@@ -21,15 +21,13 @@ from numpy.typing import NDArray
 from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.config import format_size
 from colibri_mp.errors import CheckpointError, ReadError
-from colibri_mp.kernels.layout import pack
+from colibri_mp.kernels.layout import LAYOUT_VERSION, pack
 from colibri_mp.user_cache import replace_file, user_cache_dir
 from colibri_mp.workers.copies import Copy, ExpertCopies
 from colibri_mp.workers.expert_files import aligned_buffer
 from colibri_mp.workers.expert_reader import Bytes, ExpertReader, checksum
 from colibri_mp.workers.streamer import Streamer
 
-LAYOUT = "R16S/1"
-"""What the checksums are of; raised when `kernels.layout` changes a byte of a slab."""
 DEPTH = 8
 _READ_TIMEOUT_S = 60.0
 _REPORT_S = 0.5
@@ -78,14 +76,14 @@ def load(fingerprint: str) -> Sums:
         return {}
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise _unusable(path, str(error)) from error
-    return sums if layout == LAYOUT else {}
+    return sums if layout == LAYOUT_VERSION else {}
 
 
 def save(fingerprint: str, sums: Sums) -> Path:
     """Keep the checksums of a checkpoint, in place of earlier ones; returns where."""
     path, content = checksum_path(fingerprint), io.BytesIO()
     arrays: dict[str, Any] = {f"layer_{layer}": found for layer, found in sums.items()}
-    np.savez(content, layout=np.array(LAYOUT), **arrays)
+    np.savez(content, layout=np.array(LAYOUT_VERSION), **arrays)
     replace_file(path, content.getvalue())
     return path
 

@@ -199,6 +199,35 @@ def checksum(args: argparse.Namespace) -> int:
     return 0
 
 
+def convert(args: argparse.Namespace) -> int:
+    """Rewrite a checkpoint as a container, in which each expert is one aligned read."""
+    from pathlib import Path
+
+    from colibri_mp.checkpoint.convert import Options, convert, is_unfinished
+    from colibri_mp.checkpoint.hub import resolve
+    from colibri_mp.report import ConversionProgress, print_conversion
+
+    options = Options.of(args.bits, args.group_size)
+    folder = Path(args.destination)
+    signal.signal(signal.SIGTERM, _raise_interrupt)
+    try:
+        with _Progress() as progress:
+            source = resolve(args.source, progress.show)
+        with ConversionProgress() as listener:
+            report = convert(source, folder, options, listener)
+    except KeyboardInterrupt:
+        kept = (
+            "what is finished is kept: go on with the same command" if is_unfinished(folder) else "nothing was written"
+        )
+        _say(f"\ncolibri-cluster: interrupted; {kept}")
+        return 128 + signal.SIGINT
+    if args.json:
+        print(json.dumps(report.as_dict()))
+    else:
+        print_conversion(report)
+    return 0
+
+
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
@@ -230,6 +259,17 @@ def _parser() -> Parser:
 
     checksum_parser = _verb(verbs, "checksum", checksum, as_json=True)
     checksum_parser.add_argument("model", metavar="MODEL", help="model folder, or Hugging Face id (org/name)")
+
+    convert_parser = _verb(verbs, "convert", convert, as_json=True)
+    add = convert_parser.add_argument
+    add("source", metavar="SRC", help="what to convert: a folder, a Hugging Face id (org/name), or 'demo'")
+    add("destination", metavar="DST", help="folder to make; an interrupted conversion goes on where it was")
+    add(
+        "--bits",
+        choices=("4", "8", "mixed"),
+        help="quantise experts that are stored wider (lossy); mixed: gate and up 4, down 8 (default: keep what is stored)",
+    )
+    add("--group-size", type=int, choices=(32, 64), help="weights that share a scale, with --bits (default: 64)")
     return parser
 
 

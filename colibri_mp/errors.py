@@ -78,6 +78,13 @@ class RequestError(ColibriError):
     exit_code = 10
 
 
+class WriteError(ColibriError):
+    """A file cannot be written: a full disk, no permission, or what was written cannot be read back."""
+
+    kind = "write"
+    exit_code = 11
+
+
 def _all_classes(root: type[ColibriError]) -> list[type[ColibriError]]:
     return [root, *(cls for sub in root.__subclasses__() for cls in _all_classes(sub))]
 

@@ -66,15 +66,15 @@ def _cold_sample(files: ExpertFiles, layers: Sequence[ExpertLayer], rng: random.
         if left <= 0:
             break
         left -= plan.layer.stored_bytes
-        sample += [_to_scratch(task.ranges, task.is_packed) for task in plan.tasks(expert)]
+        sample += [_to_scratch(task.ranges, task.into_slab) for task in plan.tasks(expert)]
     for wanted in (wanted for task in sample for wanted in task):
         files.forget(wanted)
     return [task for task in sample if not any(map(files.is_cached, task))]
 
 
-def _to_scratch(ranges: Sequence[FileRange], is_packed: bool) -> Task:
+def _to_scratch(ranges: Sequence[FileRange], into_slab: bool) -> Task:
     """A part of a packed slab goes to the start of a scratch buffer, not to its place in the slab."""
-    return [wanted._replace(target_offset=0) for wanted in ranges] if is_packed else list(ranges)
+    return [wanted._replace(target_offset=0) for wanted in ranges] if into_slab else list(ranges)
 
 
 def _take_turns(turns: Sequence[ExpertFiles], sample: Sequence[Task]) -> list[tuple[int, float]]:

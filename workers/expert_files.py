@@ -48,13 +48,13 @@ class FileChanged(ReadError):
 
 @dataclass(slots=True)
 class _OpenFile:
-    """`trusted`: the last state in which the file is known to have the bytes of the opened one, as far as it reaches."""
+    """`trusted`: the last state in which the file had the bytes of the opened one, as far as it reached; None: no more."""
 
     path: Path
     fd: int
     opened: FileState
     head: bytes
-    trusted: FileState = field(init=False)
+    trusted: FileState | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.trusted = self.opened
@@ -118,8 +118,7 @@ class ExpertFiles:
         """
         for wanted in ranges:
             file = self._files[wanted.file_idx]
-            now = _state(file.fd)
-            if now != file.opened and not self._is_only_cut(file, now):
+            if (now := _state(file.fd)) != file.opened and not self._is_only_cut(file):
                 return FileChanged(
                     f"{self._describe(wanted)}: the file has been written to since it was opened "
                     f"({file.opened.nbytes} bytes then, {now.nbytes} now), and no checksum is there to tell whether these "
@@ -230,16 +229,19 @@ class ExpertFiles:
 
     # ── changes of a file ───────────────────────────────────────────────────────────────────────────────────────
 
-    def _is_only_cut(self, file: _OpenFile, now: FileState) -> bool:
-        """Whether a file whose state is `now` still has, as far as it reaches, the bytes of the opened one."""
+    def _is_only_cut(self, file: _OpenFile) -> bool:
+        """Whether a file that is not as it was opened still has, as far as it reaches, the bytes that it had then."""
         with self._lock:
-            if now.nbytes < file.trusted.nbytes and _has_settled(file, now):
-                file.trusted = now
-                _log.warning(
-                    "%s was cut from %d to %d bytes while in use; the experts before that are still read",
-                    file.path, file.opened.nbytes, now.nbytes,
-                )  # fmt: skip
-        return now == file.trusted
+            now = _state(file.fd)
+            if file.trusted is not None and now != file.trusted:
+                is_cut = now.nbytes < file.trusted.nbytes and _has_settled(file, now)
+                file.trusted = now if is_cut else None
+                if is_cut:
+                    _log.warning(
+                        "%s was cut from %d to %d bytes while in use; the experts before that are still read",
+                        file.path, file.opened.nbytes, now.nbytes,
+                    )  # fmt: skip
+            return file.trusted is not None
 
     def _describe_end(self, wanted: FileRange, end: int) -> str:
         file = self._files[wanted.file_idx]

@@ -71,7 +71,7 @@ class ExpertReader:
         Raises `ReadError` that names layer and expert.
         """
         task = self._plans[layer].task(expert, task_idx)
-        buffer = slab.data if task.is_packed else scratch
+        buffer = slab.data if task.into_slab else scratch
         try:
             with self.meter.reading(len(task.ranges)) as reading:
                 found = self.copies.read(task.ranges, buffer)
@@ -120,7 +120,7 @@ class ExpertReader:
     # ── packing ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _pack_task(self, task: ReadTask, slab: Bytes, scratch: memoryview) -> None:
-        if task.is_packed:
+        if task.into_slab:
             return
         started = time.perf_counter()
         for matrix, part_offsets in zip(task.matrices, task.part_offsets, strict=True):
@@ -158,7 +158,7 @@ class ExpertReader:
         """Fill the slab anew from one copy, from the disk itself; returns its checksum now."""
         for task in plan.tasks(expert):
             self.copies.forget(copy_idx, task.ranges)
-            self.copies.read_from(copy_idx, task.ranges, slab.data if task.is_packed else scratch)
+            self.copies.read_from(copy_idx, task.ranges, slab.data if task.into_slab else scratch)
             self._pack_task(task, slab, scratch)
         slab[plan.packed_bytes :] = 0
         return checksum(slab)

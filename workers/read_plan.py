@@ -59,14 +59,14 @@ class FileRange(NamedTuple):
 class ReadTask:
     """What one I/O thread does at a time: read `ranges` into its scratch buffer, then pack each of `matrices`.
 
-    `part_offsets` has, for each matrix, where in the scratch buffer each of its parts starts. `is_packed`: the ranges go
+    `part_offsets` has, for each matrix, where in the scratch buffer each of its parts starts. `into_slab`: the ranges go
     straight into the slab instead, and there is nothing to pack.
     """
 
     ranges: tuple[FileRange, ...]
     matrices: tuple[MatrixRows, ...] = ()
     part_offsets: tuple[tuple[int, ...], ...] = ()
-    is_packed: bool = False
+    into_slab: bool = False
 
 
 class LayerPlan:
@@ -94,7 +94,7 @@ class LayerPlan:
     def _packed_task(self, file_idx: int, offset: int, task_idx: int) -> ReadTask:
         start = task_idx * PACKED_TASK_BYTES
         nbytes = min(PACKED_TASK_BYTES, self.slab_bytes - start)
-        return ReadTask((FileRange(file_idx, offset + start, nbytes, start),), is_packed=True)
+        return ReadTask((FileRange(file_idx, offset + start, nbytes, start),), into_slab=True)
 
 
 def _cut(layer: ExpertLayer, shape: ExpertShape) -> list[tuple[MatrixRows, ...]]:
