@@ -13,7 +13,9 @@ from typing import Any, Literal, TypeVar
 
 from colibri_mp.errors import ConfigError
 
-IoMode = Literal["buffered", "direct"]
+IoMode = Literal["buffered", "direct", "drop"]
+"""How experts are read: through the page cache, past it, or through it giving the pages back right after."""
+Verify = Literal["first", "off", "always"]
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -68,10 +70,24 @@ class LaunchConfig:
     )
     prefill_chunk: int = _setting(0, "most rows of a step (0: chosen, and said)", least=0, metavar="TOKENS")
     slots: int = _setting(0, "experts cached per layer, at most (0: what --ram allows)", least=0, metavar="N")
-    io: IoMode = _setting(
-        "buffered", "how experts are read: through the system's page cache, or past it", choices=("buffered", "direct")
+    io: IoMode | Literal["auto"] = _setting(
+        "auto",
+        "how experts are read: through the system's page cache (buffered), past it (direct), through it giving the pages "
+        "back at once (drop), or as a measurement of the disk says (auto; remembered for each disk)",
+        choices=("auto", "buffered", "direct", "drop"),
     )
     io_threads: int = _setting(8, "expert reads in flight per worker", least=1, most=64, metavar="N")
+    verify: Verify = _setting(
+        "first",
+        "checksums of experts, where there are any: when an expert is read for the first time (first), never (off), or at "
+        "each read, and the memory is compared with the disk at each use (always: slow, to find a fault)",
+        choices=("first", "off", "always"),
+    )
+    mirror: str = _setting(
+        "",
+        "second copy of the checkpoint, on another disk: read beside the first, and instead of it where it fails",
+        metavar="DIR",
+    )
     planes: int = _setting(
         3, "int8 planes of an activation: 3 float32-level, 2 about 2e-5, 1 about 5e-3 (lossy)", choices=(1, 2, 3)
     )

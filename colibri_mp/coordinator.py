@@ -14,7 +14,7 @@ resident weights while they start.
 import os
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,10 +22,14 @@ import msgspec
 import numpy as np
 import psutil
 
+from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.checkpoint.hub import resolve
 from colibri_mp.checkpoint.source import Bytes, Checkpoint
+from colibri_mp.checksums import describe as describe_checksums
+from colibri_mp.checksums import with_checksums
 from colibri_mp.compiling import Stopping, compile_kernels
 from colibri_mp.config import LaunchConfig
+from colibri_mp.disks import ExpertMemory, choose_copies
 from colibri_mp.formats import Encoding
 from colibri_mp.kernels.attention import AttentionStage, Batch
 from colibri_mp.kernels.block import BlockStage
@@ -37,6 +41,7 @@ from colibri_mp.kernels.norm import rms_norm
 from colibri_mp.kernels.rope import rope_tables
 from colibri_mp.kernels.router import RouterStage
 from colibri_mp.kernels.team import ThreadTeam
+from colibri_mp.limits import tightest_room
 from colibri_mp.lossy import lossy_options, with_lossy_routing
 from colibri_mp.messages import Floats, StepCounters
 from colibri_mp.models import load_model
@@ -52,6 +57,7 @@ from colibri_mp.shm.segment import Segment, segment_name
 from colibri_mp.shm.view import PoolView
 from colibri_mp.supervisor import Supervisor
 from colibri_mp.trace_writer import NoTrace, TraceWriter, open_trace
+from colibri_mp.workers.copies import Copy
 from colibri_mp.workers.core import WorkerConfig
 
 _READY_TIMEOUT_S = 120.0
@@ -112,7 +118,9 @@ class Coordinator:
         model, lossy = with_lossy_routing(published, config), lossy_options(published, config)
         plan = plan_now(checkpoint, model, config)
         compile_kernels(encodings_of(model), config.planes, progress, should_stop)
-        workers = worker_configs(checkpoint, model, plan, config)
+        experts = with_checksums(model.expert_layers, checkpoint.fingerprint)
+        copies = choose_copies(checkpoint, experts, config, expert_memory(experts, plan), progress)
+        workers = worker_configs(checkpoint, model, experts, plan, config, copies)
         run_dir.describe(ClusterInfo(os.getpid(), str(checkpoint.path), tuple(w.segment_name for w in workers)))
         segments = [
             stack.enter_context(Segment.create(worker.segment_name, pool_bytes(worker.slots))) for worker in workers
@@ -135,6 +143,7 @@ class Coordinator:
             coordinator.notes += (f"route trace: {config.trace}",)
         if lossy:
             coordinator.notes += (f"lossy: {', '.join(lossy)}: the logits are not those of the model as published",)
+        coordinator.notes += (describe_checksums(experts, config.verify),)
         return coordinator
 
     # -- forward -------------------------------------------------------------------------------------------------------
@@ -266,9 +275,20 @@ class Coordinator:
                 self._totals[self.supervisor.owner_of(layer)].update(msgspec.structs.asdict(counters))
 
 
-def worker_configs(checkpoint: Checkpoint, model: ModelSpec, plan: Plan, config: LaunchConfig) -> list[WorkerConfig]:
-    """What each worker is told."""
-    by_layer = {experts.layer: experts for experts in model.expert_layers}
+def expert_memory(layers: Sequence[ExpertLayer], plan: Plan) -> ExpertMemory:
+    """How much of the experts the pools hold, and what the plan leaves to the page cache."""
+    stored = sum(layer.num_experts * layer.stored_bytes for layer in layers)
+    return ExpertMemory(
+        stored, int(stored * plan.resident_share), max(0, tightest_room().free_bytes - plan.planned_bytes)
+    )
+
+
+def worker_configs(
+    checkpoint: Checkpoint, model: ModelSpec, layers: Sequence[ExpertLayer], plan: Plan, config: LaunchConfig,
+    copies: tuple[Copy, ...],
+) -> list[WorkerConfig]:  # fmt: skip
+    """What each worker is told; `layers`: the model's experts, `copies`: where they are read from."""
+    by_layer = {experts.layer: experts for experts in layers}
     configs = []
     for worker_id, share in enumerate(plan.workers):
         experts = tuple(by_layer[layer] for layer in share.layers)
@@ -282,13 +302,13 @@ def worker_configs(checkpoint: Checkpoint, model: ModelSpec, plan: Plan, config:
                 segment_name=segment_name(f"{os.getpid():x}", worker_id),
                 expert_layers=experts,
                 slots=slots,
-                files=checkpoint.files,
+                copies=copies,
                 fingerprint=checkpoint.fingerprint,
                 top_k=model.router.top_k,
                 max_tokens=plan.prefill_chunk,
                 num_threads=plan.num_threads,
-                io_mode=config.io,
                 io_threads=config.io_threads,
+                verify=config.verify,
                 planes=config.planes,
             )
         )

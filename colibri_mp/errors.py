@@ -82,6 +82,13 @@ class TraceError(ColibriError):
     """A route trace that cannot be read, or that is no trace."""
 
     kind = "trace"
+    exit_code = 12
+
+
+class WriteError(ColibriError):
+    """A file cannot be written: a full disk, no permission, or what was written cannot be read back."""
+
+    kind = "write"
     exit_code = 11
 
 

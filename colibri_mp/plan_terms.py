@@ -19,7 +19,8 @@ from colibri_mp.kernels.layout import packed_bytes
 from colibri_mp.kernels.rope import RopeTables
 from colibri_mp.kernels.router import RouterStage
 from colibri_mp.models.structure import DenseSpec, ModelSpec, MoeSpec
-from colibri_mp.workers.streamer import scratch_bytes as read_scratch_bytes
+from colibri_mp.workers.expert_reader import scratch_bytes as read_scratch_bytes
+from colibri_mp.workers.slab_audit import audit_bytes
 
 # Measured on Linux x86-64 with Python 3.11 (docs/log.md): pages of files that the processes share, and what each has alone.
 LIBRARY_BYTES = 84_000_000
@@ -101,7 +102,8 @@ class Sizes:
         name, in_flight = f"worker {worker_id}", self.config.io_threads
         yield Term(name, "interpreter and libraries", WORKER_BYTES)
         yield Term(name, f"scratch, {self.chunk} rows a step", self.worker_scratch(group))
-        yield Term(name, f"read buffers, {in_flight} in flight", read_scratch_bytes(group, in_flight))
+        buffers = read_scratch_bytes(group, in_flight) + (audit_bytes(group) if self.config.verify == "always" else 0)
+        yield Term(name, f"read buffers, {in_flight} in flight", buffers)
 
     @property
     def logit_rows(self) -> int:

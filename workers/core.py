@@ -16,14 +16,13 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from colibri_mp.checkpoint.experts import ExpertLayer
-from colibri_mp.config import IoMode
+from colibri_mp.config import Verify
 from colibri_mp.errors import ProtocolError, ReadError
 from colibri_mp.kernels.expert import ExpertStage
 from colibri_mp.kernels.layout import ExpertShape, pack
@@ -32,6 +31,9 @@ from colibri_mp.messages import StepCounters
 from colibri_mp.shm.layout import LayerSlots
 from colibri_mp.shm.pool import ExpertPool, Held
 from colibri_mp.shm.segment import Segment
+from colibri_mp.workers.copies import Copy, ExpertCopies
+from colibri_mp.workers.expert_reader import ExpertReader
+from colibri_mp.workers.slab_audit import SlabAudit
 from colibri_mp.workers.streamer import Landed, Streamer
 
 Floats = NDArray[np.float32]
@@ -46,13 +48,13 @@ class WorkerConfig:
     segment_name: str
     expert_layers: tuple[ExpertLayer, ...]
     slots: tuple[LayerSlots, ...]
-    files: tuple[Path, ...]
+    copies: tuple[Copy, ...]
     fingerprint: str
     top_k: int
     max_tokens: int
     num_threads: int = 1
-    io_mode: IoMode = "buffered"
     io_threads: int = 8
+    verify: Verify = "first"
     planes: int = 3
     read_timeout_s: float = 60.0
 
@@ -118,17 +120,19 @@ class Worker:
             stack.callback(self._pool.close)
             self._team = ThreadTeam(config.num_threads)
             stack.callback(self._team.close)
-            self._streamer = Streamer(config.files, config.expert_layers, pack, config.io_mode, config.io_threads)
+            copies = ExpertCopies(config.copies)
+            reader = ExpertReader(copies, config.expert_layers, pack, config.verify)
+            self._streamer = Streamer(reader, config.io_threads)
             stack.callback(self._streamer.close)
+            self._audit = SlabAudit(reader) if config.verify == "always" else None
             self._layers = {layer.layer: layer for layer in config.expert_layers}
             self._stages = self._make_stages()
             self._resources = stack.pop_all()
         self._reads: dict[int, int] = {}  # slot -> generation of the read that fills it
         self._held: Held | None = None  # what the last round acquired, until `settle`
         self._told_busy_s = 0.0  # the disk's busy time that steps have reported
-        mode, reason = self._streamer.mode
         self.notes: tuple[str, ...] = (
-            f"expert reads: {mode} ({reason}), {config.io_threads} at a time in each worker",
+            f"expert reads, {config.io_threads} at a time in each worker: {copies.description}",
         )
         if num_resident := self._pool.num_resident():
             self.notes += (f"worker {config.worker_id} found {num_resident} experts in its pool",)
@@ -193,6 +197,8 @@ class Worker:
         self.settle()
         self._held = held = self._pool.acquire(layer, experts)
         tally.add(held)
+        if self._audit is not None:
+            self._audit.check(held.layer, held.hits, [self._pool.slab_view(slot) for slot in held.hit_slots])
         return held
 
     def _run_round(self, stage: ExpertStage, held: Held, tally: _Tally) -> None:
