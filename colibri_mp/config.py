@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from colibri_mp.errors import ConfigError
 
+Lookahead = Literal["off", "measure", "on"]
 IoMode = Literal["buffered", "direct", "drop"]
 """How experts are read: through the page cache, past it, or through it giving the pages back right after."""
 Verify = Literal["first", "off", "always"]
@@ -98,6 +99,29 @@ class LaunchConfig:
         1.0, "lossy: of a token's experts keep the largest weights until this share of their sum",
         least=0.01, most=1.0, metavar="P",
     )  # fmt: skip
+    usage: str = _setting(
+        "auto",
+        "where the uses of experts are kept, which decide what is read at start: the user's cache (auto), nowhere (off), "
+        "or a file, such as one beside the model",
+        metavar="auto|off|FILE",
+    )
+    pins: float = _setting(
+        0.25, "share of the expert slots that the most used experts keep for good", least=0.0, most=0.9, metavar="SHARE"
+    )
+    repin: int = _setting(
+        0, "between two answers, each N tokens, give cold pins to experts that have become hot (0: never)",
+        least=0, metavar="N",
+    )  # fmt: skip
+    lookahead: Lookahead = _setting(
+        "on",
+        "predict the experts of the next layers and read them while the disk is idle (on), only measure how well that "
+        "would predict (measure), or neither (off)",
+        choices=("off", "measure", "on"),
+    )
+    lookahead_width: int = _setting(
+        0, "experts predicted for each token (0: as many as the model uses)", least=0, most=64, metavar="N"
+    )
+    lookahead_distance: int = _setting(1, "layers that are looked ahead", least=1, most=4, metavar="N")
     trace: str = _setting("", "write the route trace, which `simulate` reads, to this file", metavar="FILE")
     step_timeout: float = _setting(
         120.0, "seconds after which a worker that does not answer is given up", least=0.1, metavar="S"

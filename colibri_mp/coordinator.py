@@ -43,7 +43,7 @@ from colibri_mp.kernels.router import RouterStage
 from colibri_mp.kernels.team import ThreadTeam
 from colibri_mp.limits import tightest_room
 from colibri_mp.lossy import lossy_options, with_lossy_routing
-from colibri_mp.messages import Floats, StepCounters
+from colibri_mp.messages import Floats, PoolEvent, StepCounters
 from colibri_mp.models import load_model
 from colibri_mp.models.structure import DenseSpec, ModelSpec
 from colibri_mp.phases import ATTENTION, COMPUTE, ROUTE, StepClock
@@ -56,6 +56,8 @@ from colibri_mp.shm.layout import LayerSlots, pool_bytes
 from colibri_mp.shm.segment import Segment, segment_name
 from colibri_mp.shm.view import PoolView
 from colibri_mp.supervisor import Supervisor
+from colibri_mp.tiers import Tiers
+from colibri_mp.trace import EVENTS
 from colibri_mp.trace_writer import NoTrace, TraceWriter, open_trace
 from colibri_mp.workers.copies import Copy
 from colibri_mp.workers.core import WorkerConfig
@@ -83,6 +85,7 @@ class Coordinator:
         self.max_logit_rows = max_logit_rows(model.vocab_size, plan.prefill_chunk)
         self.clock = StepClock(len(model.layers))
         self.trace = trace
+        self.tiers = Tiers(config, model, plan, checkpoint.fingerprint, self.weights.layers, supervisor)
         self.lossy: tuple[str, ...] = ()
         self._should_stop = should_stop
         self._team = team
@@ -123,7 +126,8 @@ class Coordinator:
         workers = worker_configs(checkpoint, model, experts, plan, config, copies)
         run_dir.describe(ClusterInfo(os.getpid(), str(checkpoint.path), tuple(w.segment_name for w in workers)))
         segments = [
-            stack.enter_context(Segment.create(worker.segment_name, pool_bytes(worker.slots))) for worker in workers
+            stack.enter_context(Segment.create(worker.segment_name, pool_bytes(worker.slots, worker.staging)))
+            for worker in workers
         ]
         trace = open_trace(config, checkpoint, model, plan, lossy)
         stack.callback(trace.close)
@@ -134,11 +138,16 @@ class Coordinator:
         team = stack.enter_context(ThreadTeam(plan.num_threads))
         coordinator = cls(checkpoint, model, plan, config, supervisor, team, should_stop, trace)
         coordinator.lossy = lossy
+        supervisor.on_pool_event = coordinator.add_event
         supervisor.wait_ready(_READY_TIMEOUT_S)
         for segment in segments:
             coordinator.pools.append(PoolView(segment))
             stack.callback(coordinator.pools[-1].close)
+        coordinator.tiers.pools = coordinator.pools
+        stack.callback(coordinator.tiers.save)
         coordinator.notes += tuple(dict.fromkeys(note for worker in supervisor.workers for note in worker.notes))
+        if note := coordinator.tiers.start():
+            coordinator.notes += (note,)
         if config.trace:
             coordinator.notes += (f"route trace: {config.trace}",)
         if lossy:
@@ -160,6 +169,7 @@ class Coordinator:
         clock = self.clock
         clock.start_step()
         self.trace.start_step(self._step, *count_rows(rows))
+        self.tiers.start_step(self._step, rows)
         batch = make_batch(rows)
         weights = self.weights
         tokens = np.array([t for part in rows for t in part.token_ids], np.int32)
@@ -195,7 +205,15 @@ class Coordinator:
         h, ids, weights = self._block(x, layer.attention, self.kv, layer_idx, batch, layer.mlp_norm, layer.gate)
         clock.lap(ATTENTION, self._block.attention_ended_s)
         clock.lap(ROUTE)
-        routed = self.supervisor.route(self._step, layer_idx, h, ids, weights, on_answer=self._team.expect)
+        routed = self.supervisor.route(
+            self._step,
+            layer_idx,
+            h,
+            ids,
+            weights,
+            on_answer=self._team.expect,
+            meanwhile=lambda: self.tiers.look(layer_idx, x, ids),
+        )
         num_choices = int(np.count_nonzero(ids >= 0)) if self._may_drop else ids.size
         clock.lap_workers(routed.counters, len(ids), num_choices)
         self._uncounted.append((layer_idx, routed.counters))
@@ -212,6 +230,10 @@ class Coordinator:
         out = np.empty_like(x)
         stage.run(h, ids, weights, np.zeros(1, np.int32), np.array([slab.ctypes.data], np.int64), out)
         return out
+
+    def add_event(self, event: PoolEvent) -> None:
+        """Something has happened to a pool beside the steps."""
+        self.trace.add_event(EVENTS[event.kind], event.layer, event.value)
 
     # -- pools ---------------------------------------------------------------------------------------------------------
 
@@ -253,7 +275,7 @@ class Coordinator:
                 "pid": worker.process.pid,
                 "layers": worker.config.describe_layers(),
                 "num_slots": sum(layer.num_slots for layer in worker.config.slots),
-                "pool_bytes": pool_bytes(worker.config.slots),
+                "pool_bytes": pool_bytes(worker.config.slots, worker.config.staging),
                 "pool_used_bytes": pool.reserved_bytes(),
                 "slab_limit_bytes": worker.slab_limit_bytes or share.slab_bytes,
                 **{name: self._totals[worker.config.worker_id][name] for name in StepCounters.__struct_fields__},
@@ -310,6 +332,7 @@ def worker_configs(
                 io_threads=config.io_threads,
                 verify=config.verify,
                 planes=config.planes,
+                staging=share.num_staging,
             )
         )
     return configs

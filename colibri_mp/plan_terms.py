@@ -18,6 +18,7 @@ from colibri_mp.kernels.kv_cache import KVCache, num_blocks_for
 from colibri_mp.kernels.layout import packed_bytes
 from colibri_mp.kernels.rope import RopeTables
 from colibri_mp.kernels.router import RouterStage
+from colibri_mp.lookahead import MOST_ROWS
 from colibri_mp.models.structure import DenseSpec, ModelSpec, MoeSpec
 from colibri_mp.workers.expert_reader import scratch_bytes as read_scratch_bytes
 from colibri_mp.workers.slab_audit import audit_bytes
@@ -64,6 +65,11 @@ def table_bytes(checkpoint: Checkpoint) -> int:
     path = checkpoint.path / "tokenizer.json"
     tokenizer = _TOKENIZER_BYTES + int(path.stat().st_size * _TOKENIZER_FACTOR) if path.exists() else 0
     return tokenizer + len(checkpoint.tensors) * _TENSOR_BYTES
+
+
+def lookahead_bytes(model: ModelSpec) -> int:
+    """Scratch of the router that predicts."""
+    return RouterStage.scratch_bytes(model.router, model.hidden, MOST_ROWS)
 
 
 def top_k(model: ModelSpec, experts: ExpertLayer) -> int:
@@ -127,6 +133,7 @@ class Sizes:
             + RouterStage.scratch_bytes(model.router, model.hidden, rows)
             + sum(expert.scratch_bytes(shape, rows, 1, planes, self.num_threads) for shape in dense)
             + RopeTables.nbytes_for(model.rope.rotary_dim, self.ctx_tokens)
+            + (lookahead_bytes(model) if self.config.lookahead != "off" else 0)
             + self._messages()
         )
 

@@ -225,6 +225,15 @@ class ExpertPool:
         """For each layer what became of its reads ahead; copies."""
         return {layer: replace(pool.counters) for layer, pool in self._layers.items()}
 
+    def num_free(self, layer: int) -> int:
+        """Slots that the layer may still fill without evicting anything."""
+        pool = self._layer(layer)
+        return pool.limit - pool.num_owned
+
+    def limits(self) -> dict[int, int]:
+        """How many slots each layer may have now."""
+        return {layer: pool.limit for layer, pool in self._layers.items()}
+
     def num_resident(self) -> int:
         """Slots of layers that hold a complete expert."""
         return sum(len(pool.slot_of) - len(pool.loading) for pool in self._layers.values())
