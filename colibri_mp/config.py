@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from colibri_mp.errors import ConfigError
 
-Lookahead = Literal["off", "measure", "on"]
+Lookahead = Literal["auto", "off", "measure", "on"]
 IoMode = Literal["buffered", "direct", "drop"]
 """How experts are read: through the page cache, past it, or through it giving the pages back right after."""
 Verify = Literal["first", "off", "always"]
@@ -113,10 +113,10 @@ class LaunchConfig:
         least=0, metavar="N",
     )  # fmt: skip
     lookahead: Lookahead = _setting(
-        "on",
-        "predict the experts of the next layers and read them while the disk is idle (on), only measure how well that "
-        "would predict (measure), or neither (off)",
-        choices=("off", "measure", "on"),
+        "auto",
+        "predict the experts of the next layers and read them while the disk is idle: always (on), while that is found to be "
+        "faster here (auto), only to measure how well it predicts (measure), or never (off)",
+        choices=("auto", "off", "measure", "on"),
     )
     lookahead_width: int = _setting(
         0, "experts predicted for each token (0: as many as the model uses)", least=0, most=64, metavar="N"

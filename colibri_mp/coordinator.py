@@ -190,6 +190,7 @@ class Coordinator:
         )
         clock.end_step()
         self.trace.end_step(clock.step_s)
+        self.tiers.end_step(clock.step_s, len(x))
         return logits
 
     def _advance(self, x: Floats, layer: ResidentLayer, layer_idx: int, batch: Batch) -> None:

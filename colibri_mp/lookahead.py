@@ -51,11 +51,52 @@ class Score:
         return self.found / self.asked if self.asked else 0.0
 
 
+class Trial:
+    """Whether hints pay here: some decode steps with and without them in turn, then the quicker way for a long while.
+
+    A read that the page cache serves takes less time than the hint for it; one from a disk takes many times more. What the
+    machine has, and how much of it is left by others, is nothing to be guessed.
+    """
+
+    def __init__(self, block: int = 16, rounds: int = 3, keep: int = 2048) -> None:
+        """Steps of a block, blocks of each kind in a trial, steps until the next trial."""
+        self._block, self._rounds, self._keep = block, rounds, keep
+        self.is_on = False
+        self.gain: float | None = None  # of the last trial: time without hints over time with them
+        self._begin()
+
+    def note(self, seconds: float, num_rows: int) -> None:
+        """A decode step took so long. Steps of different numbers of rows cannot be compared: then the trial begins anew."""
+        if self._kept:
+            self._kept -= 1
+            if not self._kept:
+                self._begin()
+            return
+        if num_rows != self._num_rows:
+            self._begin(num_rows)
+        self._seconds[self.is_on].append(seconds)
+        if len(self._seconds[self.is_on]) % self._block == 0:
+            self.is_on = not self.is_on
+            if len(self._seconds[True]) == self._block * self._rounds:
+                self._decide()
+
+    def _begin(self, num_rows: int = 1) -> None:
+        self._kept, self._num_rows = 0, num_rows
+        self._seconds: dict[bool, list[float]] = {False: [], True: []}
+        self.is_on = False
+
+    def _decide(self) -> None:
+        """Means, not medians: it is the rare long waits that hints are for."""
+        self.gain = sum(self._seconds[False]) / sum(self._seconds[True])
+        self.is_on, self._kept = self.gain > 1.0, self._keep
+
+
 class Lookahead:
-    """Predictions for one model. `send` is None where they are only measured."""
+    """Predictions for one model. `send` is None where they are only measured; `trial` decides from step to step, if there is one."""
 
     def __init__(
         self, team: ThreadTeam, model: ModelSpec, layers: Sequence[ResidentLayer], width: int, distance: int, send: Send | None,
+        trial: Trial | None = None,
     ) -> None:  # fmt: skip
         """`width`: experts predicted for each row (0: as many as a row asks for); `distance`: layers ahead, at most."""
         num_experts = model.router.num_experts
@@ -63,7 +104,7 @@ class Lookahead:
         self.distance = distance
         self.form: Form | None = None  # not chosen yet
         self.scores: dict[tuple[Form, int, int], Score] = {}  # by form, distance, target layer
-        self._layers, self._send = layers, send
+        self._layers, self._send, self._trial = layers, send, trial
         self._router = RouterStage(
             team, RouterSpec(num_experts, self.width, norm_topk_prob=False), model.hidden, model.norm_eps, MOST_ROWS
         )
@@ -72,6 +113,11 @@ class Lookahead:
     def start_step(self) -> None:
         """What was predicted for the step before is of no use any more."""
         self._predicted.clear()
+
+    def end_step(self, seconds: float, num_rows: int) -> None:
+        """A step without prefill took so long."""
+        if self._trial is not None and num_rows <= MOST_ROWS:
+            self._trial.note(seconds, num_rows)
 
     def check(self, layer: int, ids: Ints) -> None:
         """The true route of a layer, ids [T, K]: score what was predicted for it."""
@@ -88,10 +134,10 @@ class Lookahead:
 
     def predict(self, step: int, layer: int, x: Floats) -> None:
         """Predict from layer `layer`, with its residual stream x [T, D] after attention."""
-        if len(x) > MOST_ROWS:
+        if len(x) > MOST_ROWS or (self._trial is not None and not self._trial.is_on):
             return
         if self.form is None and self._trial_is_over():
-            self.form = max(FORMS, key=self._share_found)
+            self.form = "input" if self._share_found("input") > self._share_found("residual") else "residual"
         for distance in range(1, self.distance + 1):
             target = layer + distance
             if target >= len(self._layers) or self._layers[target].gate is None:
@@ -145,6 +191,8 @@ class Lookahead:
                 kind: {str(ahead): self.recall(kind, ahead).recall for ahead in range(1, self.distance + 1)}
                 for kind in FORMS
             },
+            "gain": self._trial.gain if self._trial else None,
+            "is_on": self._send is not None and (self._trial is None or self._trial.is_on),
             "predictions": self.recall(form).count,
             "layers": {
                 str(target): score.recall

@@ -318,7 +318,7 @@ def _within_shm(draft: _Draft, slab_budget: int, free: int | None) -> tuple[int,
 def _num_staging(draft: _Draft, slab_budget: int) -> int:
     """Slots of each slab size and worker for reads ahead; none where every expert fits, or only the floor does."""
     config, top_k = draft.config, draft.model.router.top_k
-    if config.lookahead != "on":
+    if config.lookahead in ("off", "measure"):
         return 0
     wanted = sum(demand.num_experts * demand.slab_bytes for group in draft.demands for demand in group)
     everything = sum(layer.num_experts * layer.shape.slab_bytes for group in draft.groups for layer in group)

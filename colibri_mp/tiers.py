@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from colibri_mp.config import LaunchConfig, format_size
 from colibri_mp.kernels.team import ThreadTeam
-from colibri_mp.lookahead import Lookahead
+from colibri_mp.lookahead import Lookahead, Trial
 from colibri_mp.messages import Floats, Ints, PoolReport, Wish
 from colibri_mp.models.structure import ModelSpec
 from colibri_mp.planner import Plan
@@ -59,11 +59,12 @@ class Tiers:
     ) -> Lookahead | None:
         """None where nothing would come of it: switched off, or no staging, as where every expert is in memory."""
         has_staging = any(share.num_staging for share in plan.workers)
-        if config.lookahead == "off" or (config.lookahead == "on" and not has_staging):
+        if config.lookahead == "off" or (config.lookahead != "measure" and not has_staging):
             return None
-        send = supervisor.hint if config.lookahead == "on" else None
+        send = supervisor.hint if config.lookahead != "measure" else None
         width, distance = config.lookahead_width, config.lookahead_distance
-        return Lookahead(ThreadTeam(1), model, layers, width, distance, send)
+        trial = Trial() if config.lookahead == "auto" else None
+        return Lookahead(ThreadTeam(1), model, layers, width, distance, send, trial)
 
     # -- launch --------------------------------------------------------------------------------------------------------
 
@@ -94,6 +95,11 @@ class Tiers:
         self._is_prefill = np.repeat(is_prefill, counts) if any(is_prefill) else None
         if self.lookahead is not None:
             self.lookahead.start_step()
+
+    def end_step(self, seconds: float, num_rows: int) -> None:
+        """The step took so long."""
+        if self.lookahead is not None and self._is_prefill is None:
+            self.lookahead.end_step(seconds, num_rows)
 
     def look(self, layer: int, x: Floats, ids: Ints) -> None:
         """The batch of a layer is on its way: x [T, D] is the residual stream after attention, ids [T, K] the true route."""
