@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from colibri_mp.errors import PoolError
+from colibri_mp.shm.layer_pool import StagingCounters
 from colibri_mp.shm.layout import LayerSlots, pool_bytes
 from colibri_mp.shm.pool import ExpertPool, Held
 from colibri_mp.shm.segment import SHM_DIR, Segment, segment_name
-from colibri_mp.shm.slots import StagingCounters
 from colibri_mp.shm.view import PoolView
 
 SLAB = 4096
