@@ -263,6 +263,10 @@ class PoolMachine(RuleBasedStateMachine):
             self.touch(layer, expert)
 
     @rule(layer=layer_ids, expert=expert_ids)
+    def read_ahead(self, layer: int, expert: int) -> None:
+        """Something is read ahead that may not be asked for."""
+        self.stage(layer, expert)
+
     def stage(self, layer: int, expert: int) -> None:
         """A read ahead is refused for what is here or on its way; the oldest complete one gives way."""
         model, key = self.layers[layer], (layer, expert)
@@ -277,11 +281,22 @@ class PoolMachine(RuleBasedStateMachine):
         if taken == self.staging_limits[model.entry.slab_bytes]:
             self.staged_ready.remove(ready[0])
 
+    @rule(layer=layer_ids, union=unions, num_landed=st.integers(0, 2))
+    def use_after_staging(self, layer: int, union: set[int], num_landed: int) -> None:
+        """Part of a union is read ahead; some of it is there in time."""
+        for expert in sorted(union)[:2]:
+            self.stage(layer, expert)
+        for key in [key for key in self.staged if key[0] == layer][:num_landed]:
+            self.land_ahead(key, True)
+        self.use(layer, union, set())
+
     @precondition(lambda self: self.staged)
     @rule(works=st.booleans(), data=st.data())
     def land_staged(self, works: bool, data: st.DataObject) -> None:
         """A read ahead lands or fails."""
-        key = data.draw(st.sampled_from(sorted(self.staged)))
+        self.land_ahead(data.draw(st.sampled_from(sorted(self.staged))), works)
+
+    def land_ahead(self, key: tuple[int, int], works: bool) -> None:
         self.land(*key, self.staged.pop(key), works)
         if works:
             self.staged_ready.append(key)
@@ -394,7 +409,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert (SHM_DIR / self.segment.name).stat().st_blocks * 512 == view.reserved_bytes()
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
 
 
 class TestPoolOperations(PoolMachine.TestCase):  # type: ignore[misc]
