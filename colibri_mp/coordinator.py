@@ -28,6 +28,7 @@ from colibri_mp.compiling import Stopping, compile_kernels
 from colibri_mp.config import LaunchConfig
 from colibri_mp.formats import Encoding
 from colibri_mp.kernels.attention import AttentionStage, Batch
+from colibri_mp.kernels.block import BlockStage
 from colibri_mp.kernels.expert import ExpertStage
 from colibri_mp.kernels.head import HeadStage
 from colibri_mp.kernels.kv_cache import KVCache, num_blocks_for
@@ -83,10 +84,11 @@ class Coordinator:
         )
         self._rope = rope_tables(model.rope, plan.ctx_tokens)
         self._attention = AttentionStage(team, attention, self._rope, max_rows, plan.ctx_tokens, config.planes)
-        self._router = RouterStage(team, model.router, model.hidden, model.norm_eps, max_rows)
+        router = RouterStage(team, model.router, model.hidden, model.norm_eps, max_rows)
+        self._block = BlockStage(team, self._attention, router)
         self._head = HeadStage(team, model.hidden, model.vocab_size, model.norm_eps, self.max_logit_rows, config.planes)
         dense_shapes = {layer.mlp.shape for layer in model.layers if isinstance(layer.mlp, DenseSpec)}
-        self._dense = {shape: ExpertStage(team, shape, max_rows, 1, config.planes) for shape in dense_shapes}
+        self._dense = {shape: ExpertStage(team, shape, 1, max_rows, 1, config.planes) for shape in dense_shapes}
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
@@ -132,8 +134,7 @@ class Coordinator:
         for layer_idx, layer in enumerate(weights.layers):
             if self._should_stop():
                 raise Stopping
-            self._attention(x, layer.attention, self.kv, layer_idx, batch)
-            self._add_mlp(x, layer, layer_idx)
+            self._advance(x, layer, layer_idx, batch)
         if len(self._uncounted) > _MOST_UNCOUNTED:
             self._count()
         wanted = logit_rows(rows)
@@ -143,13 +144,14 @@ class Coordinator:
             else np.empty((0, self.vocab_size), np.float32)
         )
 
-    def _add_mlp(self, x: Floats, layer: ResidentLayer, layer_idx: int) -> None:
-        """x += mlp(norm(x)), in place."""
+    def _advance(self, x: Floats, layer: ResidentLayer, layer_idx: int, batch: Batch) -> None:
+        """One layer: x += attention(norm(x)), x += mlp(norm(x)), in place."""
         if layer.dense_slab is not None:
+            self._attention(x, layer.attention, self.kv, layer_idx, batch)
             x += self._dense_mlp(x, layer, layer.dense_slab)
             return
         assert layer.gate is not None
-        h, ids, weights = self._router(x, layer.mlp_norm, layer.gate)
+        h, ids, weights = self._block(x, layer.attention, self.kv, layer_idx, batch, layer.mlp_norm, layer.gate)
         routed = self.supervisor.route(self._step, layer_idx, h, ids, weights, on_answer=self._team.expect)
         self._uncounted.append((layer_idx, routed.counters))
         x += routed.y
@@ -159,10 +161,9 @@ class Coordinator:
         assert isinstance(layer.spec.mlp, DenseSpec)
         stage, num_tokens = self._dense[layer.spec.mlp.shape], len(x)
         h = rms_norm(x, layer.mlp_norm, self.model.norm_eps)
-        stage.begin(h, np.zeros((num_tokens, 1), np.int32), np.ones((num_tokens, 1), np.float32))
-        stage.compute(np.zeros(1, np.int32), np.array([slab.ctypes.data], np.int64))
+        ids, weights = np.zeros((num_tokens, 1), np.int32), np.ones((num_tokens, 1), np.float32)
         out = np.empty_like(x)
-        stage.finish(out)
+        stage.run(h, ids, weights, np.zeros(1, np.int32), np.array([slab.ctypes.data], np.int64), out)
         return out
 
     # -- reports -------------------------------------------------------------------------------------------------------

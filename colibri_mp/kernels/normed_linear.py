@@ -13,20 +13,21 @@ from colibri_mp.kernels.jit import Native, compiled
 from colibri_mp.kernels.layout import PackedMatrix, num_blocks
 from colibri_mp.kernels.linear import MATRIX, blocks_per_chunk, describe, multiply_blocks, prepare_rows, row_table
 from colibri_mp.kernels.norm import rms_norm_row
-from colibri_mp.kernels.team import PHASE_0, PHASE_1, ThreadTeam, aligned_bytes, barrier, done, take
+from colibri_mp.kernels.team import ThreadTeam, aligned_bytes, barrier, done, take
 
 F32Array = NDArray[np.float32]
 
 _LINEAR_FIELDS = ("x", "num_rows", "width", "norm_weight", "h", "prepared", "xs", "y", "y_stride", "ys")
+_STAGE_FIELDS = ("first_phase",)
 _ROUTER_FIELDS = ("num_experts", "top_k", "renormalise", "probabilities", "ids", "expert_weights")
 FRAME = np.dtype(
     [
         ("weight", MATRIX),
-        *[(name, np.int64) for name in (*_LINEAR_FIELDS, *_ROUTER_FIELDS)],
+        *[(name, np.int64) for name in (*_LINEAR_FIELDS, *_STAGE_FIELDS, *_ROUTER_FIELDS)],
         ("eps", np.float64),
     ]
 )
-"""Addresses, strides in bytes and counts."""
+"""Addresses, strides in bytes and counts. `first_phase`: of the job, other phases may come before."""
 
 _ROWS_A_CHUNK = 4
 _SMALL_WORK_BYTES = 256 * 1024
@@ -40,32 +41,32 @@ def num_row_chunks(job: Any) -> int:
 
 @compiled
 def norm_phase(job: Any, control: int, tag: int) -> bool:
-    """Phase 0. False: the job is over, leave."""
-    num_chunks = num_row_chunks(job)
-    chunk = take(control, tag, PHASE_0, num_chunks)
+    """The first phase. False: the job is over, leave."""
+    phase, num_chunks = job.first_phase, num_row_chunks(job)
+    chunk = take(control, tag, phase, num_chunks)
     while chunk >= 0:
         first, last = chunk * _ROWS_A_CHUNK, min(job.num_rows, (chunk + 1) * _ROWS_A_CHUNK)
         for row in range(first, last):
             offset = row * job.width * 4
             rms_norm_row(job.x + offset, job.norm_weight, job.h + offset, job.width, np.float32(job.eps))
         prepare_rows(job.weight, job.h, job.width * 4, job.prepared, first, last)
-        done(control, PHASE_0)
-        chunk = take(control, tag, PHASE_0, num_chunks)
-    return barrier(control, tag, PHASE_0, num_chunks)
+        done(control, phase)
+        chunk = take(control, tag, phase, num_chunks)
+    return barrier(control, tag, phase, num_chunks)
 
 
 @compiled
 def multiply_phase(job: Any, control: int, tag: int) -> bool:
-    """Phase 1. False: the job is over, leave."""
-    size = blocks_per_chunk(job.weight)
+    """The second phase. False: the job is over, leave."""
+    phase, size = job.first_phase + 1, blocks_per_chunk(job.weight)
     num_chunks = (job.weight.num_blocks + size - 1) // size
-    chunk = take(control, tag, PHASE_1, num_chunks)
+    chunk = take(control, tag, phase, num_chunks)
     while chunk >= 0:
         last = min(job.weight.num_blocks, (chunk + 1) * size)
         multiply_blocks(job.weight, chunk * size, last, job.xs, job.ys, job.num_rows)
-        done(control, PHASE_1)
-        chunk = take(control, tag, PHASE_1, num_chunks)
-    return barrier(control, tag, PHASE_1, num_chunks)
+        done(control, phase)
+        chunk = take(control, tag, phase, num_chunks)
+    return barrier(control, tag, phase, num_chunks)
 
 
 class NormedLinear:
@@ -94,17 +95,22 @@ class NormedLinear:
 
     def run(self, team: ThreadTeam, stage: Native, x: F32Array, norm: F32Array, weight: PackedMatrix) -> None:
         """Run a stage over rows x [R, D] with norm [D] and weight [N, D]; small work is not worth waking helpers."""
+        is_small = x.shape[0] * weight.data.nbytes < _SMALL_WORK_BYTES
+        team.run(stage, self.frame(x, norm, weight), max_helpers=0 if is_small else None)
+
+    def frame(self, x: F32Array, norm: F32Array, weight: PackedMatrix) -> NDArray[np.void]:
+        """The frame of a call of a stage, as for `run`; valid until the next call with this weight."""
         num_rows = x.shape[0]
         assert 1 <= num_rows <= self.max_rows
         assert x.shape == (num_rows, self.width), f"x is {x.shape}"
         assert norm.shape == (self.width,)
         assert x.dtype == norm.dtype == np.float32
         assert x.flags.c_contiguous
-        frame = self._frame(weight)
+        frame = self._bound(weight)
         frame["x"], frame["num_rows"], frame["norm_weight"] = x.ctypes.data, num_rows, norm.ctypes.data
-        team.run(stage, frame, max_helpers=0 if num_rows * weight.data.nbytes < _SMALL_WORK_BYTES else None)
+        return frame
 
-    def _frame(self, weight: PackedMatrix) -> NDArray[np.void]:
+    def _bound(self, weight: PackedMatrix) -> NDArray[np.void]:
         """The frame for a weight matrix; made when it is first met."""
         if id(weight) not in self._frames:
             assert (weight.rows, weight.cols) == (self.num_outputs, self.width), f"W [{weight.rows}, {weight.cols}]"
