@@ -413,6 +413,17 @@ def test_recovery_keeps_pins_and_size_and_drops_staging(opened: Opened) -> None:
     assert committed_bytes(opened) <= 4096 + 17 * SLAB
 
 
+@linux_only
+def test_recovery_gives_back_what_was_being_read(opened: Opened) -> None:
+    """Slots that a dead writer was reading into, more than a smaller pool may have, keep no pages."""
+    opened.use(2, [0, 1])
+    opened.stage(5, 1, land=False)
+    opened.pool.release(opened.pool.acquire(5, [2, 3, 4, 5]))
+    opened.pool.resize(0)
+    opened.reopen()
+    assert committed_bytes(opened) == 4096 + 2 * SLAB
+
+
 def test_recovery_in_the_middle_of_any_transition(opened: Opened) -> None:
     """A writer that died between two writes to the table leaves a pool that the next one can use."""
     opened.use(2, [0, 1, 2])
