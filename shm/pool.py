@@ -271,7 +271,7 @@ class ExpertPool:
         slots.hold(pool, miss_slots)
         slots.hold(pool, [slots.promote(pool, expert) for expert in promoted])
         hits = [expert for expert in union if pool.residency[expert]]
-        pending = [expert for expert in union if not pool.residency[expert] and expert not in misses]
+        pending = sorted(set(union).difference(hits, misses))
         return Held(
             layer=pool.entry.layer,
             hits=hits,
