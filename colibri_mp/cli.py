@@ -12,12 +12,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from colibri_mp import __version__
-from colibri_mp.config import LaunchConfig, flag_of
+from colibri_mp.config import LaunchConfig, flag_of, parse_size
 from colibri_mp.errors import ColibriError, ConfigError
 
+Item = TypeVar("Item", int, str)
 _SAMPLING: tuple[tuple[str, str, type, str], ...] = (
     ("--temp", "temperature", float, "0 is greedy; default: the checkpoint's"),
     ("--top-p", "top_p", float, "keep the likeliest tokens up to this share of the probability"),
@@ -178,6 +179,43 @@ def plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def simulate(args: argparse.Namespace) -> int:
+    """What other memory sizes and policies would have made of a traced run: hit rates, and tokens/s to expect."""
+    from pathlib import Path
+
+    from colibri_mp.simulate.cache import POLICIES
+    from colibri_mp.simulate.grid import simulate as simulate_trace
+    from colibri_mp.simulate.sizes import default_sizes, sizes_by_memory, sizes_by_slots
+    from colibri_mp.trace import read_trace
+
+    policies = _items(args.policy, "--policy", str) or list(POLICIES)
+    for name in policies:
+        if name not in POLICIES:
+            raise ConfigError(f"--policy must be some of {', '.join(POLICIES)}, not {name!r}")
+    trace = read_trace(Path(args.trace_file))
+    sizes = sizes_by_memory(trace.header, _items(args.ram, "--ram", str), args.model) if args.ram else []
+    sizes += sizes_by_slots(trace.header, _items(args.slots, "--slots", int))
+    with _Progress() as progress:
+        made = simulate_trace(
+            trace,
+            sizes or default_sizes(trace.header),
+            policies,
+            parse_size(args.disk) if args.disk else None,
+            progress.show,
+        )
+    if args.plot:
+        from colibri_mp.simulate.plot import plot_simulation
+
+        plot_simulation(trace.header, made, Path(args.plot))
+    if args.json:
+        print(json.dumps(made.as_dict()))
+    else:
+        from colibri_mp.simulate.report import print_simulation
+
+        print_simulation(trace, made)
+    return 0
+
+
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
@@ -206,7 +244,26 @@ def _parser() -> Parser:
         verb_parser = _verb(verbs, name, function, as_json=name == "status")
         verb_parser.add_argument("--name", default="", metavar="NAME", help="name of the cluster (default: 'default')")
     _verb(verbs, "plan", plan, cluster=True, as_json=True)
+    _add_simulate(verbs)
     return parser
+
+
+def _add_simulate(verbs: Any) -> None:
+    parser = _verb(verbs, "simulate", simulate, as_json=True)
+    for flag, metavar, help_text in (
+        ("--ram", "SIZE,...", "memory for everything, as for `launch`: 1GB,2GB,4GB"),
+        ("--slots", "N,...", "experts in memory per layer; default, without --ram: from one token's to all"),
+        (
+            "--policy",
+            "NAME,...",
+            "lru,lfu,lru-freq,lrfu,lru+pins,belady, which are described in docs/trace.md (default: all)",
+        ),
+        ("--model", "DIR", "where the checkpoint of the trace is, for --ram (default: where it was)"),
+        ("--disk", "SIZE", "bytes/s that a disk reads (default: as the trace saw it)"),
+        ("--plot", "FILE", "write a PNG with a line for each policy; needs colibri-mp[plot]"),
+    ):
+        parser.add_argument(flag, default="", metavar=metavar, help=help_text)
+    parser.add_argument("trace_file", metavar="TRACE", help="a file written by `--trace`")
 
 
 def _verb(
@@ -274,6 +331,14 @@ def _prompt(args: argparse.Namespace) -> Any:
         return text
     system = [{"role": "system", "content": args.system}] if args.system else []
     return [*system, {"role": "user", "content": text}]
+
+
+def _items(text: str, flag: str, kind: type[Item]) -> list[Item]:
+    """The values of a list such as "1GB,2GB"."""
+    try:
+        return [kind(item.strip()) for item in text.split(",") if item.strip()]
+    except ValueError as error:
+        raise ConfigError(f"{flag} takes integers separated by commas, not {text!r}") from error
 
 
 def _cluster(args: argparse.Namespace) -> Any:

@@ -75,6 +75,14 @@ class LaunchConfig:
     planes: int = _setting(
         3, "int8 planes of an activation: 3 float32-level, 2 about 2e-5, 1 about 5e-3 (lossy)", choices=(1, 2, 3)
     )
+    expert_top_k: int = _setting(
+        0, "lossy: experts a token, fewer than the model's (0: the model's)", least=0, metavar="N"
+    )
+    expert_top_p: float = _setting(
+        1.0, "lossy: of a token's experts keep the largest weights until this share of their sum",
+        least=0.01, most=1.0, metavar="P",
+    )  # fmt: skip
+    trace: str = _setting("", "write the route trace, which `simulate` reads, to this file", metavar="FILE")
     step_timeout: float = _setting(
         120.0, "seconds after which a worker that does not answer is given up", least=0.1, metavar="S"
     )

@@ -37,17 +37,21 @@ from colibri_mp.kernels.norm import rms_norm
 from colibri_mp.kernels.rope import rope_tables
 from colibri_mp.kernels.router import RouterStage
 from colibri_mp.kernels.team import ThreadTeam
-from colibri_mp.memory import available_memory
+from colibri_mp.lossy import lossy_options, with_lossy_routing
 from colibri_mp.messages import Floats, StepCounters
 from colibri_mp.models import load_model
 from colibri_mp.models.structure import DenseSpec, ModelSpec
-from colibri_mp.planner import Plan, make_plan, max_logit_rows
+from colibri_mp.phases import ATTENTION, COMPUTE, ROUTE, StepClock
+from colibri_mp.plan_terms import max_logit_rows
+from colibri_mp.planner import Plan, plan_now, split_slabs
 from colibri_mp.resident import ResidentLayer, load_resident
 from colibri_mp.rundir import ClusterInfo, RunDir
 from colibri_mp.scheduler import Rows
 from colibri_mp.shm.layout import LayerSlots, pool_bytes
 from colibri_mp.shm.segment import Segment, segment_name
+from colibri_mp.shm.view import PoolView
 from colibri_mp.supervisor import Supervisor
+from colibri_mp.trace_writer import NoTrace, TraceWriter, open_trace
 from colibri_mp.workers.core import WorkerConfig
 
 _READY_TIMEOUT_S = 120.0
@@ -59,17 +63,21 @@ class Coordinator:
 
     def __init__(
         self, checkpoint: Checkpoint, model: ModelSpec, plan: Plan, config: LaunchConfig, supervisor: Supervisor,
-        team: ThreadTeam, should_stop: Callable[[], bool],
+        team: ThreadTeam, should_stop: Callable[[], bool], trace: TraceWriter | NoTrace,
     ) -> None:  # fmt: skip
         self.checkpoint = checkpoint
         self.model = model
         self.plan = plan
         self.supervisor = supervisor
         self.notes: tuple[str, ...] = plan.notes
+        self.pools: list[PoolView] = []
         self.weights = load_resident(checkpoint, model)
         self.max_context = plan.ctx_tokens
         self.vocab_size = model.vocab_size
         self.max_logit_rows = max_logit_rows(model.vocab_size, plan.prefill_chunk)
+        self.clock = StepClock(len(model.layers))
+        self.trace = trace
+        self.lossy: tuple[str, ...] = ()
         self._should_stop = should_stop
         self._team = team
         self._step = 0
@@ -84,6 +92,7 @@ class Coordinator:
         )
         self._rope = rope_tables(model.rope, plan.ctx_tokens)
         self._attention = AttentionStage(team, attention, self._rope, max_rows, plan.ctx_tokens, config.planes)
+        self._may_drop = model.router.top_p < 1
         router = RouterStage(team, model.router, model.hidden, model.norm_eps, max_rows)
         self._block = BlockStage(team, self._attention, router)
         self._head = HeadStage(team, model.hidden, model.vocab_size, model.norm_eps, self.max_logit_rows, config.planes)
@@ -99,21 +108,33 @@ class Coordinator:
     ) -> "Coordinator":  # fmt: skip
         """Build everything; `stack` takes it back. Raises a `ColibriError` that says what is in the way."""
         checkpoint = Checkpoint.open(resolve(config.model, progress))
-        model = load_model(checkpoint)
-        plan = make_plan(model, config, available_memory())
+        published = load_model(checkpoint)
+        model, lossy = with_lossy_routing(published, config), lossy_options(published, config)
+        plan = plan_now(checkpoint, model, config)
         compile_kernels(encodings_of(model), config.planes, progress, should_stop)
         workers = worker_configs(checkpoint, model, plan, config)
         run_dir.describe(ClusterInfo(os.getpid(), str(checkpoint.path), tuple(w.segment_name for w in workers)))
-        for worker in workers:
-            stack.enter_context(Segment.create(worker.segment_name, pool_bytes(worker.slots)))
+        segments = [
+            stack.enter_context(Segment.create(worker.segment_name, pool_bytes(worker.slots))) for worker in workers
+        ]
+        trace = open_trace(config, checkpoint, model, plan, lossy)
+        stack.callback(trace.close)
         supervisor = Supervisor(run_dir, config.step_timeout, config.log_level)
         stack.callback(supervisor.close)
         supervisor.start(workers)
         progress(f"loading {checkpoint.path.name}")
         team = stack.enter_context(ThreadTeam(plan.num_threads))
-        coordinator = cls(checkpoint, model, plan, config, supervisor, team, should_stop)
+        coordinator = cls(checkpoint, model, plan, config, supervisor, team, should_stop, trace)
+        coordinator.lossy = lossy
         supervisor.wait_ready(_READY_TIMEOUT_S)
+        for segment in segments:
+            coordinator.pools.append(PoolView(segment))
+            stack.callback(coordinator.pools[-1].close)
         coordinator.notes += tuple(dict.fromkeys(note for worker in supervisor.workers for note in worker.notes))
+        if config.trace:
+            coordinator.notes += (f"route trace: {config.trace}",)
+        if lossy:
+            coordinator.notes += (f"lossy: {', '.join(lossy)}: the logits are not those of the model as published",)
         return coordinator
 
     # -- forward -------------------------------------------------------------------------------------------------------
@@ -127,6 +148,9 @@ class Coordinator:
             ColibriError: this step failed; KV of its rows may be half written, their sequences are to be dropped.
         """
         self._step += 1
+        clock = self.clock
+        clock.start_step()
+        self.trace.start_step(self._step, *count_rows(rows))
         batch = make_batch(rows)
         weights = self.weights
         tokens = np.array([t for part in rows for t in part.token_ids], np.int32)
@@ -134,27 +158,41 @@ class Coordinator:
         for layer_idx, layer in enumerate(weights.layers):
             if self._should_stop():
                 raise Stopping
+            clock.start_layer(layer_idx)
             self._advance(x, layer, layer_idx, batch)
         if len(self._uncounted) > _MOST_UNCOUNTED:
             self._count()
+        clock.start_head()
         wanted = logit_rows(rows)
-        return (
+        logits = (
             self._head(x[wanted], weights.final_norm, weights.head)
             if wanted
             else np.empty((0, self.vocab_size), np.float32)
         )
+        clock.end_step()
+        self.trace.end_step(clock.step_s)
+        return logits
 
     def _advance(self, x: Floats, layer: ResidentLayer, layer_idx: int, batch: Batch) -> None:
         """One layer: x += attention(norm(x)), x += mlp(norm(x)), in place."""
+        clock = self.clock
         if layer.dense_slab is not None:
             self._attention(x, layer.attention, self.kv, layer_idx, batch)
+            clock.lap(ATTENTION)
             x += self._dense_mlp(x, layer, layer.dense_slab)
+            clock.lap(COMPUTE)
             return
         assert layer.gate is not None
         h, ids, weights = self._block(x, layer.attention, self.kv, layer_idx, batch, layer.mlp_norm, layer.gate)
+        clock.lap(ATTENTION, self._block.attention_ended_s)
+        clock.lap(ROUTE)
         routed = self.supervisor.route(self._step, layer_idx, h, ids, weights, on_answer=self._team.expect)
+        num_choices = int(np.count_nonzero(ids >= 0)) if self._may_drop else ids.size
+        clock.lap_workers(routed.counters, len(ids), num_choices)
         self._uncounted.append((layer_idx, routed.counters))
         x += routed.y
+        clock.end_layer()
+        self.trace.add_layer(layer_idx, ids, num_choices, routed.counters, clock.layer_s)
 
     def _dense_mlp(self, x: Floats, layer: ResidentLayer, slab: Bytes) -> Floats:
         """A dense block is an expert that every token uses with weight 1."""
@@ -165,6 +203,16 @@ class Coordinator:
         out = np.empty_like(x)
         stage.run(h, ids, weights, np.zeros(1, np.int32), np.array([slab.ctypes.data], np.int64), out)
         return out
+
+    # -- pools ---------------------------------------------------------------------------------------------------------
+
+    def slab_bytes(self) -> int:
+        """Memory that the slabs of all pools take now."""
+        return sum(pool.reserved_bytes() - pool.layout.slabs_offset for pool in self.pools)
+
+    def limit_slabs(self, slab_bytes: int) -> None:
+        """Keep the slabs of all pools within so many bytes, soon. Callable from any thread."""
+        self.supervisor.request_sizes(split_slabs(self.plan.workers, slab_bytes))
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
@@ -197,9 +245,11 @@ class Coordinator:
                 "layers": worker.config.describe_layers(),
                 "num_slots": sum(layer.num_slots for layer in worker.config.slots),
                 "pool_bytes": pool_bytes(worker.config.slots),
+                "pool_used_bytes": pool.reserved_bytes(),
+                "slab_limit_bytes": worker.slab_limit_bytes or share.slab_bytes,
                 **{name: self._totals[worker.config.worker_id][name] for name in StepCounters.__struct_fields__},
             }
-            for worker in self.supervisor.workers
+            for worker, pool, share in zip(self.supervisor.workers, self.pools, self.plan.workers, strict=True)
         ]
 
     def processes(self) -> list[tuple[str, int]]:
@@ -259,6 +309,12 @@ def make_batch(rows: list[Rows]) -> Batch:
     for idx, part in enumerate(rows):
         block_table[idx, : len(part.sequence.blocks)] = part.sequence.blocks
     return Batch(positions, sequence_idx, block_table)
+
+
+def count_rows(rows: list[Rows]) -> tuple[int, int]:
+    """Rows of a step, and how many of them are prefill: several of one sequence at once."""
+    counts = [part.count for part in rows]
+    return sum(counts), sum(count for count in counts if count > 1)
 
 
 def logit_rows(rows: list[Rows]) -> list[int]:

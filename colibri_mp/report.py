@@ -8,6 +8,8 @@ from rich.table import Table
 from colibri_mp.config import format_size
 from colibri_mp.planner import Plan
 
+_NUM_SLOWEST = 3
+
 
 def print_plan(plan: Plan) -> None:
     """The terms of a plan, and what they buy."""
@@ -28,6 +30,28 @@ def print_plan(plan: Plan) -> None:
         console.print(note, highlight=False)
 
 
+def _digest(phases: dict[str, Any]) -> str:
+    """Where the time of the steps went, in which layers, and how many experts were needed for it."""
+    if not phases["steps"]:
+        return "time     no step yet"
+    total_s = phases["total_s"]
+    shares = sorted(phases["seconds"].items(), key=lambda phase: -phase[1])
+    slowest = sorted(phases["layers"], key=lambda layer: -layer["total_s"])[:_NUM_SLOWEST]
+    unions = ", ".join(f"{_rows(entry)}: {entry['mean']:.1f}" for entry in phases["unions"])
+    return (
+        f"time     {total_s:.1f} s in {phases['steps']} steps: "
+        + ", ".join(f"{name.replace('_', ' ')} {seconds / total_s:.0%}" for name, seconds in shares)
+        + "\n         slowest layers: "
+        + ", ".join(f"{layer['layer']} ({layer['total_s'] / total_s:.1%})" for layer in slowest)
+        + f"\nexperts  {phases['experts_per_token']:.2f} a token; distinct ones of a layer, by rows of a step: {unions}"
+    )
+
+
+def _rows(entry: dict[str, Any]) -> str:
+    least, most = entry["least_rows"], entry["most_rows"]
+    return str(least) if least == most else f"{least}-{most}"
+
+
 def print_status(stats: dict[str, Any]) -> None:
     """What `status` shows without `--json`."""
     model, cache, memory, requests = stats["model"], stats["cache"], stats["memory"], stats["requests"]
@@ -40,8 +64,11 @@ def print_status(stats: dict[str, Any]) -> None:
         f"cache    {cache['hit_rate']:.1%} of {cache['hits'] + cache['misses'] + cache['promoted']:.0f} experts from memory, "
         f"{format_size(cache['bytes_read'])} read\n"
         f"memory   {format_size(memory['used_bytes'])} used, {format_size(memory['peak_bytes'])} at most, "
-        f"of {format_size(memory['budget_bytes'])}"
+        f"of {format_size(memory['budget_bytes'])}\n"
+        f"{_digest(stats['phases'])}"
     )
+    if stats["lossy"]:
+        console.print(f"lossy    {', '.join(stats['lossy'])}")
     table = Table("worker", "pid", "layers", "slots", "hits", "misses", "read")
     for worker in stats["workers"]:
         table.add_row(

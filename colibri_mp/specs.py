@@ -70,13 +70,20 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
-    """Softmax over all experts, the `top_k` largest, their weights divided by their sum iff `norm_topk_prob`."""
+    """Softmax over all experts, the `top_k` largest, their weights divided by their sum iff `norm_topk_prob`.
+
+    `top_p` below 1 is lossy and the user's choice, never a checkpoint's: of the top_k only the largest are kept until their sum
+    reaches that share of the sum of all top_k; the others are dropped before the division.
+    """
 
     num_experts: int
     top_k: int
     norm_topk_prob: bool
+    top_p: float = 1.0
 
     def __post_init__(self) -> None:
+        if not 0 < self.top_p <= 1:
+            raise CheckpointError(f"a router that keeps {self.top_p} of its weights is impossible")
         if not 0 < self.top_k <= min(self.num_experts, MAX_TOP_K) or self.num_experts > MAX_EXPERTS:
             raise CheckpointError(
                 f"a router to {self.top_k} of {self.num_experts} experts is impossible "

@@ -25,9 +25,10 @@ FRAME = np.dtype(
         ("weight", MATRIX),
         *[(name, np.int64) for name in (*_LINEAR_FIELDS, *_STAGE_FIELDS, *_ROUTER_FIELDS)],
         ("eps", np.float64),
+        ("top_p", np.float64),
     ]
 )
-"""Addresses, strides in bytes and counts. `first_phase`: of the job, other phases may come before."""
+"""Addresses, strides in bytes and counts; at the end what is neither. `first_phase`: of the job, other phases may come before."""
 
 _ROWS_A_CHUNK = 4
 _SMALL_WORK_BYTES = 256 * 1024

@@ -97,9 +97,15 @@ def route(
     """(h, ids, weights) as `router.RouterStage`."""
     h = rms_norm(x, norm, norm_eps)
     probabilities = softmax(linear(h, gate).astype(np.float64)).astype(np.float32)
-    best = np.argsort(-probabilities, axis=-1, kind="stable")[:, : spec.top_k]
-    ids = np.sort(best, axis=-1)
+    ids = np.argsort(-probabilities, axis=-1, kind="stable")[:, : spec.top_k]
     weights = np.take_along_axis(probabilities, ids, axis=-1)
+    if spec.top_p < 1:
+        sums = np.cumsum(weights, axis=-1)
+        dropped = np.pad(sums[:, :-1], ((0, 0), (1, 0))) >= np.float32(spec.top_p) * sums[:, -1:]
+        dropped[:, 0] = False
+        ids, weights = np.where(dropped, -1, ids), np.where(dropped, np.float32(0), weights)
+    by_id = np.argsort(ids, axis=-1, kind="stable")
+    ids, weights = np.take_along_axis(ids, by_id, axis=-1), np.take_along_axis(weights, by_id, axis=-1)
     if spec.norm_topk_prob:
         weights = weights / weights.sum(axis=-1, keepdims=True)
     return h, ids.astype(np.int32), weights

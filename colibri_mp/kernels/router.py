@@ -1,7 +1,8 @@
 """The router: norm(x), a softmax over all experts, the top-k of it. One compiled call; everything in float32.
 
     0, 1  `normed_linear`: h, logits (activations always as 3 planes: float32 accuracy)
-    2     rows: softmax -> top-k, ties to the lower id -> ids ascending, weights (divided by their sum if the model does so)
+    2     rows: softmax -> top-k, ties to the lower id -> top-p of these (lossy, off unless asked for)
+              -> ids ascending, weights (divided by their sum if the model does so)
 
 Formulas: transformers' `Qwen3MoeTopKRouter` (olmoe and mixtral alike).
 """
@@ -36,6 +37,7 @@ I32Array = NDArray[np.int32]
 
 _ROWS_A_CHUNK = 4
 _NO_EXPERT = np.float32(-1e30)
+_DROPPED = np.int32(-1)
 
 
 @compiled
@@ -86,12 +88,14 @@ def _softmax(logits: int, probabilities: int, num_experts: int) -> None:
 
 @compiled
 def _choose(job: Any, row: int) -> None:
-    """The top-k experts of a row, in ascending order of id."""
+    """The top-k experts of a row, in ascending order of id; those that top-p drops come first, with id -1 and weight 0."""
     top_k = job.top_k
     probabilities = carray(pointer_f32(job.probabilities + row * job.y_stride), job.num_experts)
     ids = carray(pointer_i32(job.ids + row * top_k * 4), top_k)
     weights = carray(pointer_f32(job.expert_weights + row * top_k * 4), top_k)
     _take_largest(probabilities, ids, weights)
+    if job.top_p < 1.0:
+        _drop_smallest(ids, weights, np.float32(job.top_p))
     _sort_by_id(ids, weights)
     if job.renormalise != 0:
         total = np.float32(0.0)
@@ -118,6 +122,19 @@ def _take_largest(values: Any, ids: Any, best: Any) -> None:
 
 
 @compiled
+def _drop_smallest(ids: Any, descending: Any, top_p: Any) -> None:
+    """Keep the largest until their sum reaches `top_p` of the sum of all, at least one."""
+    total = np.float32(0.0)
+    for k in range(len(ids)):
+        total += descending[k]
+    kept = np.float32(0.0)
+    for k in range(len(ids)):
+        if k > 0 and kept >= top_p * total:
+            ids[k], descending[k] = _DROPPED, np.float32(0.0)
+        kept += descending[k]
+
+
+@compiled
 def _sort_by_id(ids: Any, values: Any) -> None:
     for k in range(1, len(ids)):
         expert, value, place = ids[k], values[k], k
@@ -140,7 +157,7 @@ class RouterStage:
         frame = self._linear.template
         frame["num_experts"], frame["top_k"], frame["renormalise"] = spec.num_experts, spec.top_k, spec.norm_topk_prob
         frame["probabilities"], frame["ids"] = self._probabilities.ctypes.data, self._ids.ctypes.data
-        frame["expert_weights"] = self._weights.ctypes.data
+        frame["expert_weights"], frame["top_p"] = self._weights.ctypes.data, spec.top_p
 
     @staticmethod
     def scratch_bytes(spec: RouterSpec, hidden: int, max_tokens: int) -> int:
@@ -151,7 +168,7 @@ class RouterStage:
     def __call__(self, x: F32Array, norm: F32Array, gate: PackedMatrix) -> tuple[F32Array, I32Array, F32Array]:
         """x [T, D] float32, C-contiguous; norm [D]; gate [E, D] -> (h = norm(x) [T, D], ids [T, K], weights [T, K]).
 
-        ids ascend within a token. The results are views of buffers of the stage, valid until the next call.
+        ids ascend within a token; -1: dropped by top-p, weight 0. The results are views of buffers of the stage, valid until the next call.
         """
         self._linear.run(self._team, STAGE, x, norm, gate)
         return self.results(x.shape[0])

@@ -1,5 +1,7 @@
 """The compiled router and head against plain numpy, and their exactness."""
 
+import time
+
 import numpy as np
 import pytest
 from attention_cases import BF16, F32, Q4, Q8, batch_of, make_block, random_matrix
@@ -56,6 +58,55 @@ def test_ties_go_to_the_lower_id() -> None:
             _, ids, weights = RouterStage(team, RouterSpec(20, top_k, False), HIDDEN, 0.0, 1)(x, ones, gate)
             assert ids[0].tolist() == chosen
             assert np.allclose(weights[0], [np.exp(float(i in (3, 7, 11, 19))) / (16 + 4 * np.e) for i in chosen])
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.7, 0.95])
+def test_top_p_keeps_the_largest_weights(top_p: float, renormalise: bool) -> None:
+    """The fewest of the largest weights that reach the share stay, the others have id -1 and weight 0; as plain numpy."""
+    (x, norm), gate = rows(9), random_matrix(np.random.default_rng(10), BF16, 40, HIDDEN)
+    with ThreadTeam(2) as team:
+        everything, kept = (
+            [
+                part.copy()
+                for part in RouterStage(team, RouterSpec(40, 8, renormalise, p), HIDDEN, 1e-6, TOKENS)(x, norm, gate)
+            ]
+            for p in (1.0, top_p)
+        )
+    _, want_ids, want_weights = reference.route(x, norm, gate, RouterSpec(40, 8, renormalise, top_p), 1e-6)
+    assert np.array_equal(kept[1], want_ids)
+    assert np.allclose(kept[2], want_weights, rtol=1e-5, atol=0)
+    assert (kept[2][kept[1] < 0] == 0).all()
+    for (_, all_ids, all_weights), (_, ids, weights) in zip(
+        zip(*everything, strict=True), zip(*kept, strict=True), strict=True
+    ):
+        share = dict(zip(all_ids.tolist(), (all_weights / all_weights.sum()).tolist(), strict=True))
+        stay = [share.pop(expert) for expert in ids.tolist() if expert >= 0]
+        assert sum(stay) >= top_p - 1e-6 > sum(stay) - min(stay) - 2e-6
+        assert min(stay) >= max(share.values(), default=0.0)
+        assert np.isclose(weights.sum(), 1.0 if renormalise else sum(stay) * all_weights.sum(), rtol=1e-5)
+
+
+def test_top_p_of_equal_weights_keeps_the_lower_ids() -> None:
+    """Of 4 equal weights, half of the sum is 2 experts, a little more is 3; dropped ones come first."""
+    gate, norm = random_matrix(np.random.default_rng(0), F32, 4, HIDDEN), np.ones(HIDDEN, np.float32)
+    gate.data[:] = 0
+    with ThreadTeam(1) as team:
+        for top_p, chosen in (
+            (0.5, [-1, -1, 0, 1]),
+            (0.51, [-1, 0, 1, 2]),
+            (0.001, [-1, -1, -1, 0]),
+            (1.0, [0, 1, 2, 3]),
+        ):
+            _, ids, _ = RouterStage(team, RouterSpec(4, 4, True, top_p), HIDDEN, 1e-6, 1)(norm[None], norm, gate)
+            assert ids[0].tolist() == chosen
+
+
+@pytest.mark.parametrize("top_p", [0.0, -0.1, 1.5])
+def test_impossible_top_p(top_p: float) -> None:
+    """A share must be above 0 and at most 1."""
+    with pytest.raises(CheckpointError, match=str(top_p)):
+        RouterSpec(8, 2, True, top_p)
 
 
 @pytest.mark.parametrize("encoding", [BF16, Q4], ids=["bf16", "q4"])
@@ -131,7 +182,9 @@ def test_block_has_the_bits_of_attention_and_router(num_threads: int) -> None:
             batch = batch_of([(position, 0) for position in range(*some.indices(TOKENS))], table)
             attention(alone[some], block.weights, kept[0], 1, batch)
             expected = [part.copy() for part in router(alone[some], norm, gate)]
+            started_s = time.perf_counter()
             results = both(fused[some], block.weights, kept[1], 1, batch, norm, gate)
+            assert started_s < both.attention_ended_s < time.perf_counter()
             for got, want in zip(results, expected, strict=True):
                 np.testing.assert_array_equal(got, want)
     np.testing.assert_array_equal(fused, alone)

@@ -1,0 +1,43 @@
+"""What trades exactness for speed: opt-in, named lossy in `--help`, and reported at launch and by `status`.
+
+Fewer experts a token are less to read and to compute, and no longer the model as trained. `--expert-top-k` overrides the
+model's k; `--expert-top-p` keeps, of each token's k, the largest weights until they reach that share of their sum.
+"""
+
+from dataclasses import replace
+
+from colibri_mp.config import LaunchConfig
+from colibri_mp.errors import ConfigError
+from colibri_mp.models.structure import ModelSpec, MoeSpec
+
+
+def with_lossy_routing(model: ModelSpec, config: LaunchConfig) -> ModelSpec:
+    """The model with the routing that was asked for; the model itself if nothing was.
+
+    Raises:
+        ConfigError: more experts a token than the model was made for.
+    """
+    model_top_k = model.router.top_k
+    if config.expert_top_k > model_top_k:
+        raise ConfigError(
+            f"--expert-top-k {config.expert_top_k} is more than the {model_top_k} experts a token of this model; lower it"
+        )
+    router = replace(model.router, top_k=config.expert_top_k or model_top_k, top_p=config.expert_top_p)
+    layers = tuple(
+        replace(layer, mlp=replace(layer.mlp, router=router)) if isinstance(layer.mlp, MoeSpec) else layer
+        for layer in model.layers
+    )
+    return replace(model, layers=layers)
+
+
+def lossy_options(model: ModelSpec, config: LaunchConfig) -> tuple[str, ...]:
+    """The options in force that change the logits, as flags with their values. `model` is as published."""
+    model_top_k = model.router.top_k
+    options = []
+    if 0 < config.expert_top_k < model_top_k:
+        options.append(f"--expert-top-k {config.expert_top_k} (the model's is {model_top_k})")
+    if config.expert_top_p < 1:
+        options.append(f"--expert-top-p {config.expert_top_p:g}")
+    if config.planes == 1:
+        options.append("--planes 1")
+    return tuple(options)

@@ -1,0 +1,98 @@
+"""The simulated cache is the pool, and no policy passes the bound: random unions, those larger than a layer included."""
+
+import secrets
+from collections.abc import Iterator
+from functools import cache
+from itertools import combinations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colibri_mp.shm.layout import LayerSlots, pool_bytes
+from colibri_mp.shm.pool import ExpertPool
+from colibri_mp.shm.segment import Segment, segment_name
+from colibri_mp.simulate.cache import POLICIES, LayerCache
+from colibri_mp.simulate.policies import LeastRecent
+
+NUM_EXPERTS = 10
+
+
+def unions_of(num_experts: int, most: int, longest: int) -> st.SearchStrategy[list[list[int]]]:
+    """Sequences of unions, ascending, of at most `most` experts."""
+    union = st.sets(st.integers(0, num_experts - 1), min_size=1, max_size=most).map(sorted)
+    return st.lists(union, min_size=1, max_size=longest)
+
+
+@settings(max_examples=60, deadline=None)
+@given(unions_of(NUM_EXPERTS, NUM_EXPERTS, 40), st.integers(1, NUM_EXPERTS))
+def test_lru_is_the_pool(unions: list[list[int]], num_slots: int) -> None:
+    """Misses and evictions of every visit are those of `ExpertPool` on a segment, rounds included."""
+    slots = (LayerSlots(3, NUM_EXPERTS, num_slots, 4096),)
+    simulated = LayerCache(num_slots, LeastRecent())
+    with Segment.create(segment_name(secrets.token_hex(4), 0), pool_bytes(slots)) as segment:
+        pool = ExpertPool(segment, slots, "a" * 64)
+        for union in unions:
+            assert simulated.visit(union) == visit_pool(pool, union)
+        pool.close()
+
+
+def visit_pool(pool: ExpertPool, union: list[int]) -> tuple[int, int]:
+    """One visit as a worker makes it."""
+    misses = evictions = 0
+    for part in pool.rounds(3, union):
+        held = pool.acquire(3, part)
+        for slot, generation in zip(held.miss_slots, held.generations, strict=True):
+            pool.mark_ready(slot, generation)
+        pool.release(held)
+        misses += len(held.misses)
+        evictions += held.num_evicted
+    return misses, evictions
+
+
+@settings(max_examples=300, deadline=None)
+@given(unions_of(NUM_EXPERTS, NUM_EXPERTS, 50), st.integers(1, NUM_EXPERTS), st.integers(1, 3))
+def test_no_policy_passes_the_bound(unions: list[list[int]], num_slots: int, floor: int) -> None:
+    """Whatever the slots, the unions and the policy."""
+    made = {name: kind.make(unions, num_slots, min(floor, num_slots)) for name, kind in POLICIES.items()}
+    misses = {name: sum(cache.visit(union)[0] for union in unions) for name, cache in made.items()}
+    assert misses["belady"] == min(misses.values())
+
+
+@settings(max_examples=150, deadline=None)
+@given(unions_of(5, 3, 7), st.integers(2, 4))
+def test_bound_is_the_least_that_any_choice_of_victims_gives(unions: list[list[int]], num_slots: int) -> None:
+    """Against all choices tried out: never above, and equal where every union fits."""
+    bound = POLICIES["belady"].make(unions, num_slots, 1)
+    misses = sum(bound.visit(union)[0] for union in unions)
+    least = least_misses(tuple(map(tuple, unions)), num_slots)
+    assert misses <= least
+    if max(map(len, unions)) <= num_slots:
+        assert misses == least
+
+
+def least_misses(unions: tuple[tuple[int, ...], ...], num_slots: int) -> int:
+    """The least number of misses under the pool's rules, over all victims that could be chosen."""
+
+    @cache
+    def from_visit(visit: int, held: frozenset[int]) -> int:
+        if visit == len(unions):
+            return 0
+        misses = len(set(unions[visit]) - held)
+        return misses + min(from_visit(visit + 1, after) for after in states_after(unions[visit], held, num_slots))
+
+    return from_visit(0, frozenset())
+
+
+def states_after(union: tuple[int, ...], held: frozenset[int], num_slots: int) -> Iterator[frozenset[int]]:
+    """What a layer can hold after a visit: in each round any experts that it does not need may go."""
+    order = [e for e in union if e in held] + [e for e in union if e not in held]
+    states = {held}
+    for start in range(0, len(order), num_slots):
+        part = frozenset(order[start : start + num_slots])
+        states = {part | frozenset(kept) for state in states for kept in keepable(state - part, num_slots - len(part))}
+    yield from states
+
+
+def keepable(others: frozenset[int], room: int) -> Iterator[tuple[int, ...]]:
+    """The ways to keep as many of `others` as there is room for."""
+    yield from combinations(sorted(others), min(room, len(others)))
