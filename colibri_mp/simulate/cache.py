@@ -33,11 +33,13 @@ class LayerCache:
 
     def visit(self, union: Sequence[int]) -> tuple[int, int]:
         """Use the experts of `union`; returns misses and evictions."""
-        awaited = self._loading.intersection(union)
-        self._loading -= awaited
+        num_awaited = len(self._loading)
+        if num_awaited:
+            self._loading.difference_update(union)
+            num_awaited -= len(self._loading)
         hold = self._hold if len(union) <= self._capacity(union) else self._hold_in_rounds
         misses, evictions = hold(union)
-        return misses + len(awaited), evictions
+        return misses + num_awaited, evictions
 
     def load(self, expert: int) -> None:
         """A read begins that ends with `pin`: it takes a slot, and a visit that needs the expert before waits for it."""
