@@ -28,6 +28,7 @@ from colibri_mp.compiling import Stopping, compile_kernels
 from colibri_mp.config import LaunchConfig
 from colibri_mp.formats import Encoding
 from colibri_mp.kernels.attention import AttentionStage, Batch
+from colibri_mp.kernels.block import BlockStage
 from colibri_mp.kernels.expert import ExpertStage
 from colibri_mp.kernels.head import HeadStage
 from colibri_mp.kernels.kv_cache import KVCache, num_blocks_for
@@ -41,7 +42,7 @@ from colibri_mp.memory import available_memory
 from colibri_mp.messages import Floats, StepCounters
 from colibri_mp.models import load_model
 from colibri_mp.models.structure import DenseSpec, ModelSpec
-from colibri_mp.phases import ATTENTION, COMPUTE, ROUTE, StepClock
+from colibri_mp.phases import ATTENTION, COMPUTE, StepClock
 from colibri_mp.planner import Plan, make_plan, max_logit_rows
 from colibri_mp.resident import ResidentLayer, load_resident
 from colibri_mp.rundir import ClusterInfo, RunDir
@@ -91,9 +92,10 @@ class Coordinator:
         self._attention = AttentionStage(team, attention, self._rope, max_rows, plan.ctx_tokens, config.planes)
         self._may_drop = model.router.top_p < 1
         self._router = RouterStage(team, model.router, model.hidden, model.norm_eps, max_rows)
+        self._block = BlockStage(team, self._attention, self._router)
         self._head = HeadStage(team, model.hidden, model.vocab_size, model.norm_eps, self.max_logit_rows, config.planes)
         dense_shapes = {layer.mlp.shape for layer in model.layers if isinstance(layer.mlp, DenseSpec)}
-        self._dense = {shape: ExpertStage(team, shape, max_rows, 1, config.planes) for shape in dense_shapes}
+        self._dense = {shape: ExpertStage(team, shape, 1, max_rows, 1, config.planes) for shape in dense_shapes}
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
@@ -151,9 +153,7 @@ class Coordinator:
             if self._should_stop():
                 raise Stopping
             clock.start_layer(layer_idx)
-            self._attention(x, layer.attention, self.kv, layer_idx, batch)
-            clock.lap(ATTENTION)
-            self._add_mlp(x, layer, layer_idx)
+            self._advance(x, layer, layer_idx, batch)
         if len(self._uncounted) > _MOST_UNCOUNTED:
             self._count()
         clock.start_head()
@@ -167,16 +167,18 @@ class Coordinator:
         self.trace.end_step(clock.step_s)
         return logits
 
-    def _add_mlp(self, x: Floats, layer: ResidentLayer, layer_idx: int) -> None:
-        """x += mlp(norm(x)), in place."""
+    def _advance(self, x: Floats, layer: ResidentLayer, layer_idx: int, batch: Batch) -> None:
+        """One layer: x += attention(norm(x)), x += mlp(norm(x)), in place."""
         clock = self.clock
         if layer.dense_slab is not None:
+            self._attention(x, layer.attention, self.kv, layer_idx, batch)
+            clock.lap(ATTENTION)
             x += self._dense_mlp(x, layer, layer.dense_slab)
             clock.lap(COMPUTE)
             return
         assert layer.gate is not None
-        h, ids, weights = self._router(x, layer.mlp_norm, layer.gate)
-        clock.lap(ROUTE)
+        h, ids, weights = self._block(x, layer.attention, self.kv, layer_idx, batch, layer.mlp_norm, layer.gate)
+        clock.lap_block(self._router.started_s)
         routed = self.supervisor.route(self._step, layer_idx, h, ids, weights, on_answer=self._team.expect)
         num_choices = int(np.count_nonzero(ids >= 0)) if self._may_drop else ids.size
         clock.lap_workers(routed.counters, len(ids), num_choices)
@@ -190,10 +192,9 @@ class Coordinator:
         assert isinstance(layer.spec.mlp, DenseSpec)
         stage, num_tokens = self._dense[layer.spec.mlp.shape], len(x)
         h = rms_norm(x, layer.mlp_norm, self.model.norm_eps)
-        stage.begin(h, np.zeros((num_tokens, 1), np.int32), np.ones((num_tokens, 1), np.float32))
-        stage.compute(np.zeros(1, np.int32), np.array([slab.ctypes.data], np.int64))
+        ids, weights = np.zeros((num_tokens, 1), np.int32), np.ones((num_tokens, 1), np.float32)
         out = np.empty_like(x)
-        stage.finish(out)
+        stage.run(h, ids, weights, np.zeros(1, np.int32), np.array([slab.ctypes.data], np.int64), out)
         return out
 
     # -- reports -------------------------------------------------------------------------------------------------------

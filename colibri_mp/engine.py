@@ -222,7 +222,7 @@ class Engine:
         decode_s = total_s - first_s
         after = self.model.cache_counters()
         cache = {name: after[name] - job.counters_before[name] for name in after}
-        asked = cache["hits"] + cache["misses"]
+        asked = cache["hits"] + cache["misses"] + cache["promoted"]
         return {
             "prompt_tokens": job.num_prompt,
             "completion_tokens": job.num_generated,

@@ -25,7 +25,7 @@ import numpy as np
 from colibri_mp.errors import ProtocolError
 
 MAGIC = b"CLBR"
-VERSION = 1
+VERSION = 2
 STEP_MAGIC = b"CLBS"
 _HEADER = struct.Struct("<4sHH")
 _DTYPES = ("<f4", "<i4")
@@ -170,10 +170,14 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class StepCounters(msgspec.Struct, frozen=True):
-    """What one `Route` cost a worker: experts found and read, bytes asked of the disk, seconds."""
+    """What one `Route` cost a worker: experts found and read, bytes asked of the disk, seconds.
+
+    Every expert asked for is one of `hits` (in memory), `promoted` (read ahead, or being read ahead) and `misses`.
+    """
 
     hits: int = 0
     misses: int = 0
+    promoted: int = 0
     evictions: int = 0
     bytes_read: int = 0
     disk_s: float = 0.0  # wall time in which at least one read was under way
@@ -183,7 +187,7 @@ class StepCounters(msgspec.Struct, frozen=True):
     @property
     def asked(self) -> int:
         """Distinct experts that the step needed."""
-        return self.hits + self.misses
+        return self.hits + self.promoted + self.misses
 
 
 class Routed(msgspec.Struct, frozen=True):
@@ -254,46 +258,45 @@ class _Codec(threading.local):
 
 _codec = _Codec()
 
-# magic, version, kind, step, layer, T, D, K, hits, misses, evictions, bytes_read, disk_s, wait_s, compute_s; padded to 96 bytes
-_STEP = struct.Struct("<4sHHQIIIIQQQQddd")
-_STEP_HEADER_BYTES = 96
+# magic, version, kind, step, layer, T, D, K, hits, misses, promoted, evictions, bytes_read, disk_s, wait_s, compute_s
+_STEP = struct.Struct("<4sHHQIIIIQQQQQddd")
+_STEP_DTYPES = (np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.float32))
+_STEPS = (Route, Routed)
 _ROUTE, _ROUTED = 1, 2
-_NO_COUNTERS = (0, 0, 0, 0, 0.0, 0.0, 0.0)
+_NO_COUNTERS = (0, 0, 0, 0, 0, 0.0, 0.0, 0.0)
 
 
 def _step_frame(message: Route | Routed) -> bytes:
     """Header, then x, ids and weights, or y: C order, one after the other."""
     if isinstance(message, Route):
-        (num_tokens, hidden), top_k = message.x.shape, message.ids.shape[1]
-        head = (_ROUTE, message.step, message.layer, num_tokens, hidden, top_k, *_NO_COUNTERS)
         arrays: tuple[np.ndarray[Any, Any], ...] = (message.x, message.ids, message.weights)
+        kind, top_k, counters = _ROUTE, message.ids.shape[1], _NO_COUNTERS
     else:
-        num_tokens, hidden = message.y.shape
-        head = (_ROUTED, message.step, message.layer, num_tokens, hidden, 0, *msgspec.structs.astuple(message.counters))
-        arrays = (message.y,)
-    for array, dtype in zip(arrays, ("<f4", "<i4", "<f4"), strict=False):
-        if array.dtype.str != dtype:
+        arrays, kind, top_k, counters = (message.y,), _ROUTED, 0, msgspec.structs.astuple(message.counters)
+    for array, dtype in zip(arrays, _STEP_DTYPES, strict=False):
+        if array.dtype is not dtype:
             raise ProtocolError(
                 f"cannot send an array of {array.dtype} in a step: x, weights and y are float32, ids int32"
             )
-    header = _STEP.pack(STEP_MAGIC, VERSION, *head).ljust(_STEP_HEADER_BYTES, b"\0")
-    return b"".join((header, *(array.tobytes() for array in arrays)))
+    num_tokens, hidden = arrays[0].shape
+    header = _STEP.pack(STEP_MAGIC, VERSION, kind, message.step, message.layer, num_tokens, hidden, top_k, *counters)
+    return b"".join((header, *(np.ascontiguousarray(array).data for array in arrays)))
 
 
 def _step_message(frame: Frame) -> Route | Routed:
-    if len(frame) < _STEP_HEADER_BYTES:
-        raise ProtocolError(f"step of {len(frame)} bytes without its header of {_STEP_HEADER_BYTES}")
+    if len(frame) < _STEP.size:
+        raise ProtocolError(f"step of {len(frame)} bytes without its header of {_STEP.size}")
     _, version, kind, step, layer, num_tokens, hidden, top_k, *counters = _STEP.unpack_from(frame)
     _check_version(version)
     num_values = num_tokens * (hidden + 2 * top_k if kind == _ROUTE else hidden)
-    if kind not in (_ROUTE, _ROUTED) or len(frame) != _STEP_HEADER_BYTES + 4 * num_values:
+    if kind not in (_ROUTE, _ROUTED) or len(frame) != _STEP.size + 4 * num_values:
         raise ProtocolError(
             f"step of kind {kind}, {num_tokens} tokens of {hidden} values, top-{top_k}, in {len(frame)} bytes"
         )
-    values = np.frombuffer(frame, np.float32, num_tokens * hidden, _STEP_HEADER_BYTES).reshape(num_tokens, hidden)
+    values = np.frombuffer(frame, np.float32, num_tokens * hidden, _STEP.size).reshape(num_tokens, hidden)
     if kind == _ROUTED:
         return Routed(step, layer, values, StepCounters(*counters))
-    start = _STEP_HEADER_BYTES + values.nbytes
+    start = _STEP.size + values.nbytes
     ids = np.frombuffer(frame, np.int32, num_tokens * top_k, start).reshape(num_tokens, top_k)
     weights = np.frombuffer(frame, np.float32, num_tokens * top_k, start + ids.nbytes).reshape(num_tokens, top_k)
     return Route(step, layer, values, ids, weights)
@@ -308,7 +311,7 @@ def _check_version(version: int) -> None:
 
 def to_frames(message: Message) -> list[Frame]:
     """The frames of a message. Array frames are views of the message's arrays: keep these unchanged until sent."""
-    if isinstance(message, Route | Routed):
+    if isinstance(message, _STEPS):
         return [_step_frame(message)]
     return _codec.encode(message)
 

@@ -323,7 +323,7 @@ def _pools(
 ) -> tuple[list[Term], tuple[WorkerShare, ...]]:
     """Share what the fixed terms leave among the layers of all workers."""
     flat = [demand for group in demands for demand in group]
-    tables = sum(overhead_bytes(len(group), sum(d.num_experts for d in group)) for group in demands)
+    tables = sum(_table_bytes(group, sum(d.num_experts for d in group)) for group in demands)
     left = budget_bytes - sum(term.nbytes for term in fixed) - tables
     floor = sum(demand.floor * demand.slab_bytes for demand in flat)
     if left < floor:
@@ -333,10 +333,15 @@ def _pools(
     for worker_id, (group, group_demands) in enumerate(zip(groups, demands, strict=True)):
         mine, slots = slots[: len(group)], slots[len(group) :]
         nbytes = sum(n * demand.slab_bytes for n, demand in zip(mine, group_demands, strict=True))
-        nbytes += overhead_bytes(len(group), sum(mine))
+        nbytes += _table_bytes(group_demands, sum(mine))
         terms.append(Term(f"worker {worker_id}", f"expert pool, {sum(mine)} slots", nbytes))
         shares.append(WorkerShare(tuple(layer.layer for layer in group), tuple(mine), nbytes))
     return terms, tuple(shares)
+
+
+def _table_bytes(group: Sequence[LayerDemand], num_slots: int) -> int:
+    """What a worker's pool takes beside its slabs."""
+    return overhead_bytes(len(group), len({demand.slab_bytes for demand in group}), num_slots)
 
 
 def _too_small(fixed: Sequence[Term], pool_floor: int, budget_bytes: int) -> MemoryPlanError:

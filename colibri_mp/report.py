@@ -61,7 +61,7 @@ def print_status(stats: dict[str, Any]) -> None:
         f"model    {model['path']} ({model['model_type']}, {model['num_layers']} layers)\n"
         f"requests {requests['active']} active, {requests['waiting_sequences']} waiting; "
         f"{requests['kv_blocks_free']} of {requests['kv_blocks']} KV blocks free\n"
-        f"cache    {cache['hit_rate']:.1%} of {cache['hits'] + cache['misses']:.0f} experts from memory, "
+        f"cache    {cache['hit_rate']:.1%} of {cache['hits'] + cache['misses'] + cache['promoted']:.0f} experts from memory, "
         f"{format_size(cache['bytes_read'])} read\n"
         f"memory   {format_size(memory['used_bytes'])} used, {format_size(memory['peak_bytes'])} at most, "
         f"of {format_size(memory['budget_bytes'])}\n"

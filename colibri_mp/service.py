@@ -160,7 +160,7 @@ class Service:
         self._sample_memory()
         coordinator = self.coordinator
         cache = coordinator.cache_counters()
-        asked = cache["hits"] + cache["misses"]
+        asked = cache["hits"] + cache["misses"] + cache["promoted"]
         return {
             "version": __version__,
             "name": self.run_dir.path.name,

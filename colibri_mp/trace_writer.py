@@ -70,7 +70,7 @@ class TraceWriter:
         self._asked[self._num_records, ids] = 1
         self._add(
             LAYER, layer, num_choices, seconds,
-            c.hits, c.misses, c.evictions, 0, c.bytes_read, c.disk_s, c.wait_s, c.compute_s,
+            c.hits, c.misses, c.evictions, c.promoted, c.bytes_read, c.disk_s, c.wait_s, c.compute_s,
         )  # fmt: skip
 
     def end_step(self, seconds: float) -> None:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import zmq
 
 from colibri_mp.errors import ConfigError, ProtocolError
-from colibri_mp.messages import Message, from_frames, to_frames
+from colibri_mp.messages import Frame, Message, from_frames, to_frames
 
 _COPY_UP_TO_BYTES = 65536  # below, copying a frame is cheaper than zmq's reference counting
 _MAX_PATH_BYTES = 103  # sun_path holds 104 bytes on macOS and 108 on Linux, the last is 0
@@ -51,21 +51,22 @@ class Listener:
         """Queue a message; False if the peer is not connected (any more)."""
         frames = to_frames(message)
         try:
-            self.socket.send_multipart([peer, *frames], copy=_small(frames))
+            self.socket.send(peer, zmq.SNDMORE)
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
                 return False
             raise
+        _send(self.socket, frames)
         return True
 
     def receive(self) -> tuple[bytes, Message] | ProtocolError | None:
         """The next message with its sender, None if there is none; a `ProtocolError` value for one not understood."""
         try:
-            peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=True)
+            peer = self.socket.recv(zmq.NOBLOCK)
         except zmq.Again:
             return None
         try:
-            return peer, from_frames(frames)
+            return peer, from_frames(_receive(self.socket))
         except ProtocolError as error:
             return error
 
@@ -89,8 +90,7 @@ class Link:
 
     def send(self, message: Message) -> None:
         """Queue a message; it waits for the connection if need be."""
-        frames = to_frames(message)
-        self.socket.send_multipart(frames, copy=_small(frames))
+        _send(self.socket, to_frames(message))
 
     def receive(self, timeout_s: float) -> Message | None:
         """The next message, or None after `timeout_s`.
@@ -101,7 +101,7 @@ class Link:
         if timeout_s and not self.socket.poll(math.ceil(timeout_s * 1000)):
             return None
         try:
-            return from_frames(self.socket.recv_multipart(zmq.NOBLOCK, copy=True))
+            return from_frames(_receive(self.socket))
         except zmq.Again:
             return None
 
@@ -136,5 +136,17 @@ def wait(sources: Sequence[Waitable], timeout_s: float | None) -> list[Waitable]
     return Waiter(sources).wait(timeout_s)
 
 
-def _small(frames: Sequence[bytes | memoryview]) -> bool:
-    return sum(len(frame) for frame in frames) <= _COPY_UP_TO_BYTES
+def _send(socket: "zmq.Socket[bytes]", frames: Sequence[Frame]) -> None:
+    """Queue the frames of a message. A step is one frame, and has no time for `send_multipart`."""
+    *first, last = frames
+    for frame in first:
+        socket.send(frame, zmq.SNDMORE, len(frame) <= _COPY_UP_TO_BYTES)
+    socket.send(last, 0, len(last) <= _COPY_UP_TO_BYTES)
+
+
+def _receive(socket: "zmq.Socket[bytes]") -> list[bytes]:
+    """The frames of the next message, or what is left of it; `zmq.Again` if there is none."""
+    frames = [socket.recv(zmq.NOBLOCK)]
+    while socket.getsockopt(zmq.RCVMORE):
+        frames.append(socket.recv(zmq.NOBLOCK))
+    return frames

@@ -6,39 +6,22 @@ than a few points, and only where the cache is smaller than about one token's de
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from colibri_mp.errors import MemoryPlanError
 
 
-class Lru:
-    """The evictable slots of one layer, least recent first. A slot in use is taken out, so it cannot be evicted."""
+class Lru(OrderedDict[int, None]):
+    """Slots that may be evicted, least recent first. A slot in use is taken out (`pop`), so it cannot be.
 
-    def __init__(self) -> None:
-        self._order: OrderedDict[int, None] = OrderedDict()
-
-    def add(self, slot: int) -> None:
-        """Make `slot` evictable, as the most recent one."""
-        self._order[slot] = None
-        self._order.move_to_end(slot)
-
-    def remove(self, slot: int) -> None:
-        """Take `slot` out, because it is in use."""
-        del self._order[slot]
+    `lru[slot] = None` makes an absent slot the most recent one. A dictionary itself, not an object around one: these
+    two run for every expert of every layer and token.
+    """
 
     def evict(self) -> int:
         """Take out and return the least recent slot."""
-        return self._order.popitem(last=False)[0]
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __contains__(self, slot: object) -> bool:
-        return slot in self._order
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._order)
+        return self.popitem(last=False)[0]
 
 
 class LayerDemand(NamedTuple):
@@ -82,3 +65,32 @@ def plan_slots(layers: Sequence[LayerDemand], budget_bytes: int) -> SlotPlan:
             left_bytes -= layer.slab_bytes
             heapq.heappush(hungry, (num_slots[idx] / layer.num_experts, idx))
     return SlotPlan(tuple(num_slots), left_bytes)
+
+
+class StagingDemand(NamedTuple):
+    """Staging slots of one slab size."""
+
+    num_slots: int
+    slab_bytes: int
+
+
+class SizePlan(NamedTuple):
+    """Slots that each layer, and the staging of each slab size, may use."""
+
+    limits: tuple[int, ...]
+    staging_limits: tuple[int, ...]
+
+
+def plan_size(layers: Sequence[LayerDemand], staging: Sequence[StagingDemand], budget_bytes: int) -> SizePlan:
+    """Share `budget_bytes` of slabs in a pool that has been made for more.
+
+    The floors come first, whatever the budget; then staging, then the layers again, each slab to the one that has the
+    smallest share of what it had (`LayerDemand.num_experts`: the slots that the pool was made with).
+    """
+    floor_bytes = sum(layer.floor * layer.slab_bytes for layer in layers)
+    left_bytes = max(0, budget_bytes - floor_bytes)
+    staging_limits = []
+    for demand in staging:
+        staging_limits.append(min(demand.num_slots, left_bytes // demand.slab_bytes))
+        left_bytes -= staging_limits[-1] * demand.slab_bytes
+    return SizePlan(plan_slots(layers, floor_bytes + left_bytes).num_slots, tuple(staging_limits))

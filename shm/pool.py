@@ -8,33 +8,37 @@ One step of a layer:
       ... compute with pool.addresses[slot] ...
     pool.release(held)                     evictable again, as the most recent, in ascending expert id
 
-A slot's life:  FREE ─acquire▶ LOADING ─mark_ready▶ READY ─evicted by a later acquire▶ LOADING ...; LOADING ─fail▶ FREE
+Beside the steps: `stage` takes a slot for a read ahead, `pin` and `load_pinned` keep experts for good, `resize` changes how
+much memory the slabs take. Which experts a layer holds depends on what was acquired, pinned and resized, in this order,
+and never on staging: a staged expert becomes the layer's only when it is acquired, and what the layer would have evicted
+for it goes then.
+
 A slot that is held by an acquire, or LOADING, is never evicted. A union larger than the layer's slots is worked
-through in `rounds`. One process, one thread writes; see `view` for observers, `layout` for the bytes.
+through in `rounds`. One process, one thread writes; see `slots` for a slot's life, `view` for observers, `layout` for the bytes.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from colibri_mp.errors import PoolError
 from colibri_mp.shm.integrity import find_defects
-from colibri_mp.shm.layout import NO_EXPERT, LayerSlots, SlotState
-from colibri_mp.shm.policy import Lru
+from colibri_mp.shm.layout import LayerSlots, SlotState
+from colibri_mp.shm.policy import LayerDemand, StagingDemand, plan_size
 from colibri_mp.shm.segment import Segment
+from colibri_mp.shm.slots import LOADING, PINNED, LayerPool, SlabClass, Slots, StagingCounters
 from colibri_mp.shm.tables import PoolTables
 
-FREE, LOADING, READY = int(SlotState.FREE), int(SlotState.LOADING), int(SlotState.READY)
 
-
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """Slots of one acquire, until its `release`. Each pair of lists is parallel, in ascending expert id.
 
-    `misses` are to be read by the caller under the given generations; `pending` are still being read for an earlier
-    acquire (a read that outlived its step): wait for them, do not read them again.
+    `misses` are to be read by the caller under the given generations; `pending` are being read already, for an earlier
+    acquire (a read that outlived its step), for a pin, or ahead: wait for them, do not read them again. Of the experts
+    in `hits` and `pending`, `num_promoted` came out of staging, `num_late` of these are in `pending`.
     """
 
     layer: int
@@ -46,34 +50,32 @@ class Held:
     pending: list[int]
     pending_slots: list[int]
     num_evicted: int
-
-
-class LayerPool:
-    """The in-memory side of one layer's slots: lookup, free list, recency. All operations are O(1)."""
-
-    def __init__(self, entry: LayerSlots, first_slot: int) -> None:
-        self.entry = entry
-        self.slots = range(first_slot, first_slot + entry.num_slots)
-        self.slot_of: dict[int, int] = {}
-        self.free: list[int] = []
-        self.lru = Lru()
+    num_promoted: int
+    num_late: int
 
 
 class ExpertPool:
-    """Single writer of a pool segment. Slots are numbered through all layers of the pool."""
+    """Single writer of a pool segment. Slots are numbered through the whole pool."""
 
-    def __init__(self, segment: Segment, layers: Sequence[LayerSlots], fingerprint: str) -> None:
+    def __init__(
+        self, segment: Segment, layers: Sequence[LayerSlots], fingerprint: str, *, floor: int = 1, staging: int = 0
+    ) -> None:
         """Take over `segment`: a fresh one is formatted, one of the same model and layers is recovered.
 
-        After a crash of the previous writer LOADING slots become FREE and READY ones are trusted. The caller makes sure
-        that the previous writer is dead. Raises `PoolError` if the segment is of another model, layer range or size.
+        `floor` slots of each layer (one token's experts) are never pinned or given up; `staging` slots of each slab
+        size are for reads ahead. After a crash of the previous writer LOADING and staged slots become FREE, READY and
+        PINNED ones are trusted, and the pool keeps the size that it had. The caller makes sure that the previous writer
+        is dead. Raises `PoolError` if the segment is of another model, layer range or size, or below the floor.
         """
-        self._tables = PoolTables(segment, layers, fingerprint)
+        _check_floor(layers, floor)
+        self._tables = PoolTables(segment, layers, fingerprint, staging)
         self.layout = self._tables.layout
         self.addresses = self._tables.addresses
-        self._recover()
+        self._slots = Slots(self._tables, floor)
+        self._layers = self._slots.layers
+        self.check_integrity()
 
-    # ── one step ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── one step ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def rounds(self, layer: int, expert_ids: Iterable[int]) -> list[list[int]]:
         """Split a union into parts that fit the layer's slots, to be acquired one after the other.
@@ -82,185 +84,286 @@ class ExpertPool:
         """
         pool = self._layer(layer)
         union = sorted(set(expert_ids))
-        capacity = pool.entry.num_slots - self._num_blocked(pool, union)
-        if capacity < 1:
-            raise PoolError(f"layer {layer}: all {pool.entry.num_slots} slots are in use by unfinished reads")
-        order = [e for e in union if e in pool.slot_of] + [e for e in union if e not in pool.slot_of]
-        return [order[start : start + capacity] for start in range(0, len(order), capacity)]
+        if len(union) <= pool.num_available:
+            return [union] if union else []
+        staying, others = self._by_need(pool, union)
+        capacity = self._num_usable(pool, others)
+        if others and capacity < 1:
+            raise PoolError(f"layer {layer}: all {pool.limit} slots are in use by unfinished reads")
+        parts = [others[start : start + capacity] for start in range(0, len(others), capacity)] if others else [[]]
+        return [staying + parts[0], *parts[1:]]
 
     def acquire(self, layer: int, expert_ids: Iterable[int]) -> Held:
         """Give every expert of a union a slot, all or none; nothing is evicted that the union needs.
 
-        Raises `PoolError` if the union needs more slots than the layer has, or /dev/shm is full.
+        Raises `PoolError` if the union needs more slots than the layer has, or /dev/shm is full; nothing has changed then.
         """
         pool = self._layer(layer)
         union = sorted(set(expert_ids))
-        found = [(e, pool.slot_of[e]) for e in union if e in pool.slot_of]
-        misses = [e for e in union if e not in pool.slot_of]
-        self._check_room(pool, union, len(misses))
-        for _, slot in found:
-            self._hold(pool, slot)
-        miss_slots, num_evicted = self._assign(pool, misses, [slot for _, slot in found])
-        hits = [(e, slot) for e, slot in found if self._tables.states[slot] != LOADING]
-        pending = [(e, slot) for e, slot in found if self._tables.states[slot] == LOADING]
-        return Held(
-            layer=layer,
-            hits=[e for e, _ in hits],
-            hit_slots=[slot for _, slot in hits],
-            misses=misses,
-            miss_slots=miss_slots,
-            generations=[int(self._tables.generations[slot]) for slot in miss_slots],
-            pending=[e for e, _ in pending],
-            pending_slots=[slot for _, slot in pending],
-            num_evicted=num_evicted,
-        )
+        try:
+            found = list(map(pool.slot_of.__getitem__, union))
+        except KeyError:
+            return self._acquire_some(pool, union)
+        if pool.loading and not pool.loading.isdisjoint(found):
+            return self._acquire_some(pool, union)
+        self._slots.hold(pool, found)
+        return Held(layer, union, found, [], [], [], [], [], 0, 0, 0)
 
     def mark_ready(self, slot: int, generation: int) -> None:
         """The slab's bytes are complete. `PoolError` if the slot is not LOADING under this generation."""
         self._check_loading(slot, generation)
-        self._tables.states[slot] = READY
-        self._settle(slot)
+        self._slots.ready(slot)
 
     def fail(self, slot: int, generation: int) -> None:
-        """The read failed: the slot is FREE again. `PoolError` if it is not LOADING under this generation."""
+        """The read failed, or has been called off before it began: the slot is FREE again.
+
+        `PoolError` if it is not LOADING under this generation.
+        """
         self._check_loading(slot, generation)
-        self._tables.states[slot] = FREE
-        del self._owner(slot).slot_of[int(self._tables.experts[slot])]
-        self._tables.experts[slot] = NO_EXPERT
-        self._settle(slot)
+        self._slots.fail(slot)
 
     def release(self, held: Held) -> None:
         """End of use: the slots become evictable, the highest expert id as the most recent one."""
-        pairs = zip(
-            held.hits + held.misses + held.pending,
-            held.hit_slots + held.miss_slots + held.pending_slots,
-            strict=True,
-        )
-        for _, slot in sorted(pairs):
-            self._holds[slot] -= 1
-            self._settle(slot)
+        slots = held.hit_slots
+        if held.misses or held.pending:
+            experts = held.hits + held.misses + held.pending
+            pairs = zip(experts, held.hit_slots + held.miss_slots + held.pending_slots, strict=True)
+            slots = [slot for _, slot in sorted(pairs)]
+        self._slots.release(self._layers[held.layer], slots)
 
     def slab_view(self, slot: int) -> NDArray[np.uint8]:
-        """The slab's bytes, uint8 [slab_bytes], writable; valid while the slot is held."""
-        return self._tables.slab_view(slot, self._owner(slot).entry.slab_bytes)
+        """The slab's bytes, uint8 [slab_bytes], writable; valid while the slot is held or LOADING."""
+        return self._tables.slab_view(slot, self._slots.owner(slot).entry.slab_bytes)
+
+    # ── reads ahead, pins, size ─────────────────────────────────────────────────────────────────────────────────────
+
+    def stage(self, layer: int, expert: int) -> tuple[int, int] | None:
+        """A staging slot and the generation for a read ahead of demand, which ends with `mark_ready` or `fail`.
+
+        None if there is nothing to read (the expert is in memory, or on its way) or no place: all staging slots of this
+        slab size are being read into. The oldest complete one gives way. `PoolError` if /dev/shm is full.
+        """
+        pool = self._layer(layer)
+        self._check_experts(pool, expert, expert)
+        if expert in pool.slot_of or expert in pool.staged or not self._make_staging_room(pool.slabs):
+            return None
+        self._slots.reserve(pool.slabs, 1)
+        return self._with_generation(self._slots.load_staged(pool, expert))
+
+    def pin(self, layer: int, expert: int) -> bool:
+        """Never evict a READY expert of the layer, and lock it in memory where the system allows it.
+
+        False if it is not READY, or the layer has no slot above the floor that is not pinned.
+        """
+        pool = self._layer(layer)
+        slot = pool.slot_of.get(expert)
+        if slot is None or slot in pool.loading:
+            return False
+        if slot in pool.pinned:
+            return True
+        if not _may_pin(pool):
+            return False
+        self._slots.pin(pool, slot)
+        return True
+
+    def load_pinned(self, layer: int, expert: int) -> tuple[int, int] | None:
+        """A slot of the layer and the generation for a read that ends PINNED with `mark_ready`, or with `fail`.
+
+        None if there is nothing to read (a staged expert is pinned, at once or at the end of its read; one that is in the
+        layer already stays as it is: see `pin`) or no place (no slot above the floor that is not pinned, or all in use).
+        """
+        pool = self._layer(layer)
+        self._check_experts(pool, expert, expert)
+        if expert in pool.slot_of or not _may_pin(pool) or pool.num_available < 1:
+            return None
+        is_staged = expert in pool.staged
+        num_evicted = max(0, 1 + pool.num_owned - pool.limit)
+        self._slots.reserve(pool.slabs, 1 - is_staged - num_evicted)
+        for _ in range(num_evicted):
+            self._slots.evict(pool)
+        slot = self._slots.promote(pool, expert) if is_staged else self._slots.load(pool, expert)
+        self._slots.pin(pool, slot)
+        return None if is_staged else self._with_generation(slot)
+
+    def unpin(self, layer: int, expert: int) -> None:
+        """The expert may be evicted again, as the most recent one of its layer. Nothing happens if it is not pinned."""
+        pool = self._layer(layer)
+        slot = pool.slot_of.get(expert)
+        if slot in pool.pinned:
+            self._slots.unpin(pool, slot)
+
+    def resize(self, slab_bytes: int) -> int:
+        """Let slabs take `slab_bytes`, of all that the segment has room for; returns what they may take from now on.
+
+        Every layer keeps its floor, then come pins (the least recent are given up first), staging, and equal shares of
+        what each layer had. What is evicted is the least recent of its layer, and its pages go back to the system at once.
+        What is held or being read stays until it is released or read; so the result can be above `slab_bytes`.
+        """
+        self._give_up_pins(slab_bytes)
+        layers, classes = self._layers.values(), self._slots.classes
+        demands = [
+            LayerDemand(pool.entry.num_slots, pool.entry.slab_bytes, pool.floor + len(pool.pinned)) for pool in layers
+        ]
+        staging = [StagingDemand(self.layout.num_staging, slabs.entry.slab_bytes) for slabs in classes]
+        limits, staging_limits = plan_size(demands, staging, slab_bytes)
+        self._slots.set_limits(limits, staging_limits)
+        layer_bytes = sum(n * demand.slab_bytes for n, demand in zip(limits, demands, strict=True))
+        return layer_bytes + sum(n * demand.slab_bytes for n, demand in zip(staging_limits, staging, strict=True))
+
+    # ── looking ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def residency(self, layer: int) -> NDArray[np.bool_]:
+        """Which experts the layer holds, READY or PINNED, bool [E]. A live view: it changes with the pool."""
+        return self._layer(layer).residency_view
+
+    def pinned(self, layer: int) -> list[int]:
+        """The experts that are PINNED, or will be at the end of their read, ascending."""
+        pool = self._layer(layer)
+        return sorted(self._tables.experts[slot] for slot in pool.pinned)
+
+    def staging_counters(self) -> dict[int, StagingCounters]:
+        """For each layer what became of its reads ahead; copies."""
+        return {layer: replace(pool.counters) for layer, pool in self._layers.items()}
 
     def num_resident(self) -> int:
-        """Slots that hold a complete expert."""
-        return int(np.count_nonzero(self._tables.states == READY))
+        """Slots of layers that hold a complete expert."""
+        return sum(len(pool.slot_of) - len(pool.loading) for pool in self._layers.values())
+
+    @property
+    def locked(self) -> tuple[int, str | None]:
+        """Bytes of pins that are locked in memory, and why the system refused to lock more, the last time it did."""
+        return self._slots.locked_bytes, self._slots.lock_refusal
+
+    def check_integrity(self) -> None:
+        """`PoolError` that lists every contradiction between the shared tables and the state in memory."""
+        self._tables.check_header()
+        defects = find_defects(self._slots)
+        if defects:
+            raise PoolError(f"the expert pool {self._tables.segment.name!r} is damaged: " + "; ".join(defects[:8]))
 
     def close(self) -> None:
         """Let go of the segment, so that it can be unmapped; the pool cannot be used afterwards."""
         self._tables.close()
 
-    def check_integrity(self) -> None:
-        """`PoolError` that lists every contradiction between the shared tables and the state in memory."""
-        self._tables.check_header()
-        defects = find_defects(self._tables.slots, self._layers, self._holds)
-        if defects:
-            raise PoolError(f"the expert pool {self._tables.segment.name!r} is damaged: " + "; ".join(defects[:8]))
-
-    # ── start and end ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _recover(self) -> None:
-        """Rebuild lookup, free lists and recency from the slot table; nothing is held."""
-        lost = self._tables.states == LOADING
-        self._tables.experts[lost], self._tables.states[lost] = NO_EXPERT, FREE
-        self._holds = [0] * self.layout.num_slots
-        self._clock = int(self._tables.last_use.max()) + 1
-        pairs = zip(self.layout.layers, self.layout.first_slots, strict=True)
-        self._layers = {entry.layer: LayerPool(entry, first) for entry, first in pairs}
-        self._owners = [pool for pool in self._layers.values() for _ in pool.slots]
-        for slot in np.argsort(self._tables.last_use, kind="stable").tolist():
-            if self._tables.states[slot] != FREE:
-                self._owner(slot).slot_of[int(self._tables.experts[slot])] = slot
-                self._owner(slot).lru.add(slot)
-        for pool in self._layers.values():
-            pool.free = [slot for slot in reversed(pool.slots) if self._tables.states[slot] == FREE]
-        self.check_integrity()
-
-    # ── slots ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── parts ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _layer(self, layer: int) -> LayerPool:
-        if layer not in self._layers:
-            raise PoolError(f"layer {layer} is not in this pool, which has {sorted(self._layers)}")
-        return self._layers[layer]
-
-    def _owner(self, slot: int) -> LayerPool:
-        return self._owners[slot]
-
-    def _hold(self, pool: LayerPool, slot: int) -> None:
-        if slot in pool.lru:
-            pool.lru.remove(slot)
-        self._holds[slot] += 1
-
-    def _settle(self, slot: int) -> None:
-        """Put a slot that nobody holds where its state says; a LOADING one waits for the end of its read."""
-        if self._holds[slot]:
-            return
-        pool = self._owner(slot)
-        if self._tables.states[slot] == FREE:
-            pool.free.append(slot)
-        elif self._tables.states[slot] == READY:
-            self._tables.last_use[slot] = self._clock
-            self._clock += 1
-            pool.lru.add(slot)
-
-    def _assign(self, pool: LayerPool, misses: list[int], held_slots: list[int]) -> tuple[list[int], int]:
-        """A LOADING, held slot for each miss: free ones first, then the least recent. Undone if pages run out."""
-        slots: list[int] = []
-        num_evicted = 0
         try:
-            for expert in misses:
-                num_evicted += not pool.free
-                slots.append(self._load(pool, expert))
-        except PoolError:
-            for slot in slots:
-                self.fail(slot, int(self._tables.generations[slot]))
-            for slot in held_slots + slots:
-                self._holds[slot] -= 1
-                self._settle(slot)
-            raise
-        return slots, num_evicted
+            return self._layers[layer]
+        except KeyError:
+            raise PoolError(f"layer {layer} is not in this pool, which has {sorted(self._layers)}") from None
 
-    def _load(self, pool: LayerPool, expert: int) -> int:
-        """Make one slot LOADING for `expert` and hold it. The state is written first: a crash finds LOADING."""
-        slot = pool.free[-1] if pool.free else pool.lru.evict()
-        self._tables.reserve_slab(slot, pool.entry.slab_bytes)
-        if self._tables.states[slot] == FREE:
-            pool.free.pop()
-        else:
-            del pool.slot_of[int(self._tables.experts[slot])]
-        self._tables.states[slot] = LOADING
-        self._tables.generations[slot] += 1
-        self._tables.experts[slot] = expert
-        pool.slot_of[expert] = slot
-        self._holds[slot] += 1
-        return slot
+    def _acquire_some(self, pool: LayerPool, union: list[int]) -> Held:
+        """`acquire` of a union that is not wholly READY. Pages first: after that nothing can fail half-way."""
+        slots = self._slots
+        new = [expert for expert in union if expert not in pool.slot_of]
+        self._check_experts(pool, union[0], union[-1])
+        self._check_room(pool, union)
+        num_evicted = max(0, len(new) + pool.num_owned - pool.limit)
+        promoted = [expert for expert in new if expert in pool.staged]
+        slots.reserve(pool.slabs, len(new) - len(promoted) - num_evicted)
+        slots.hold(pool, [pool.slot_of[expert] for expert in union if expert in pool.slot_of])
+        for _ in range(num_evicted):
+            slots.evict(pool)
+        slots.hold(pool, [slots.promote(pool, expert) for expert in promoted])
+        misses = [expert for expert in new if expert not in pool.slot_of]
+        miss_slots = [slots.load(pool, expert) for expert in misses]
+        slots.hold(pool, miss_slots)
+        hits = [expert for expert in union if pool.residency[expert]]
+        pending = [expert for expert in union if not pool.residency[expert] and expert not in misses]
+        return Held(
+            layer=pool.entry.layer,
+            hits=hits,
+            hit_slots=[pool.slot_of[expert] for expert in hits],
+            misses=misses,
+            miss_slots=miss_slots,
+            generations=[self._tables.generations[slot] for slot in miss_slots],
+            pending=pending,
+            pending_slots=[pool.slot_of[expert] for expert in pending],
+            num_evicted=num_evicted,
+            num_promoted=len(promoted),
+            num_late=sum(not pool.residency[expert] for expert in promoted),
+        )
 
-    # ── checks ──────────────────────────────────────────────────────────────────────────────────────────────────
+    def _by_need(self, pool: LayerPool, union: list[int]) -> tuple[list[int], list[int]]:
+        """Experts whose slots stay taken whatever happens (pinned, or held by somebody); the others, in order of use."""
+        staying, here, missing = [], [], []
+        for expert in union:
+            slot = pool.slot_of.get(expert)
+            if slot is None:
+                missing.append(expert)
+            elif slot in pool.pinned or self._slots.holds[slot]:
+                staying.append(expert)
+            else:
+                here.append(expert)
+        return staying, here + missing
 
-    def _num_blocked(self, pool: LayerPool, union: list[int]) -> int:
-        """Slots that this union can neither use nor evict: held by somebody else, or being read."""
-        used = sum(1 for e in union if e in pool.slot_of and pool.slot_of[e] not in pool.lru)
-        return pool.entry.num_slots - len(pool.free) - len(pool.lru) - used
+    def _make_staging_room(self, slabs: SlabClass) -> bool:
+        if slabs.num_staged < slabs.staging_limit:
+            return True
+        if not slabs.staged:
+            return False
+        self._slots.drop_staged(slabs)
+        return True
 
-    def _check_room(self, pool: LayerPool, union: list[int], num_misses: int) -> None:
-        if union and (union[0] < 0 or union[-1] >= pool.entry.num_experts):
-            raise PoolError(f"layer {pool.entry.layer} has experts 0..{pool.entry.num_experts - 1}, asked for {union}")
-        evictable = len(pool.lru) - sum(1 for e in union if pool.slot_of.get(e) in pool.lru)
-        if num_misses <= len(pool.free) + evictable:
+    def _with_generation(self, slot: int) -> tuple[int, int]:
+        return slot, self._tables.generations[slot]
+
+    def _give_up_pins(self, budget_bytes: int) -> None:
+        """Pins that do not fit beside the floors, least recent first; those in use or being read stay."""
+        layers = self._layers.values()
+        too_much = sum((p.floor + len(p.pinned)) * p.entry.slab_bytes for p in layers) - budget_bytes
+        if too_much <= 0:
             return
-        usable = pool.entry.num_slots - self._num_blocked(pool, union)
+        pins = [slot for pool in layers for slot in pool.pinned if self._tables.states[slot] == PINNED]
+        for slot in sorted(pins, key=self._tables.last_use.__getitem__):
+            if too_much > 0 and not self._slots.holds[slot]:
+                too_much -= self._slots.owner(slot).entry.slab_bytes
+                self._slots.give_up_pin(slot)
+
+    # ── checks ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _num_usable(self, pool: LayerPool, union: list[int]) -> int:
+        """Slots for a union: those that the layer can take or evict, and those in use that the union names."""
+        in_use = (slot for expert in union if (slot := pool.slot_of.get(expert)) is not None and slot not in pool.lru)
+        return pool.num_available + sum(1 for _ in in_use)
+
+    def _check_room(self, pool: LayerPool, union: list[int]) -> None:
+        usable = self._num_usable(pool, union)
+        if len(union) <= usable:
+            return
         missing_bytes = (len(union) - usable) * pool.entry.slab_bytes
         raise PoolError(
             f"layer {pool.entry.layer} needs {len(union)} slots of {pool.entry.slab_bytes} bytes for one step, "
             f"the pool has {usable} to give; raise --ram by {missing_bytes} bytes a layer, or work in rounds"
         )
 
+    def _check_experts(self, pool: LayerPool, lowest: int, highest: int) -> None:
+        if lowest < 0 or highest >= pool.entry.num_experts:
+            raise PoolError(
+                f"layer {pool.entry.layer} has experts 0..{pool.entry.num_experts - 1}, asked for {lowest}..{highest}"
+            )
+
     def _check_loading(self, slot: int, generation: int) -> None:
         if self._tables.states[slot] != LOADING or self._tables.generations[slot] != generation:
-            state = SlotState(int(self._tables.states[slot])).name
+            state = SlotState(self._tables.states[slot]).name
             raise PoolError(
                 f"slot {slot} is {state} in generation {self._tables.generations[slot]}, not LOADING in {generation}: "
                 f"a read ended twice or too late"
+            )
+
+
+def _may_pin(pool: LayerPool) -> bool:
+    return len(pool.pinned) < pool.limit - pool.floor
+
+
+def _check_floor(layers: Sequence[LayerSlots], floor: int) -> None:
+    """One token's experts must fit each layer: the least that makes progress without reading them twice."""
+    for entry in layers:
+        needed = min(entry.num_experts, floor)
+        if entry.num_slots < needed:
+            missing_bytes = (needed - entry.num_slots) * entry.slab_bytes
+            raise PoolError(
+                f"layer {entry.layer} needs {needed} slots of {entry.slab_bytes} bytes for one token, the pool has "
+                f"{entry.num_slots}; raise --ram by {missing_bytes} bytes a layer"
             )

@@ -10,8 +10,9 @@ This is the only user of `multiprocessing.shared_memory`. What it adds:
   segment. When the creator is killed, its tracker (a process of its own, held open by the spawned children too)
   unlinks the name as soon as the last child has gone.
 - **Pages.** `create` only reserves addresses. On Linux a page that does not fit in /dev/shm is a SIGBUS for whoever
-  touches it, therefore `reserve` commits pages first and turns a full /dev/shm into a `PoolError`. macOS backs its
-  segments with the compressor and swap, has no such limit, and `reserve` has nothing to do there (not tried on macOS).
+  touches it, therefore `reserve` commits pages first and turns a full /dev/shm into a `PoolError`; `punch` gives them
+  back. macOS backs its segments with the compressor and swap, has no such limit, and `reserve` has nothing to do there;
+  it cannot take pages out of a segment either, `punch` only advises (not tried on macOS).
 
 It knows nothing of what the bytes mean: see `layout` and `pool`.
 """
@@ -31,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colibri_mp.errors import PoolError
+from colibri_mp.shm.pages import punch_hole
 
 SHM_DIR = Path("/dev/shm")  # noqa: S108 - where Linux keeps the files behind shm_open
 MAX_NAME_CHARS = 30  # macOS: PSHMNAMLEN is 31 with the leading slash
@@ -143,21 +145,20 @@ class Segment:
             ) from exc
 
     def punch(self, offset: int, nbytes: int) -> bool:
-        """Give the pages of a page-aligned range back to the system; they read as zeros afterwards.
+        """Give the pages of a page-aligned range back to the system; they are gone at once, and read as zeros.
 
-        False where the system cannot do that (macOS): the memory then stays in use until the segment is unlinked.
+        False if the pages stay. macOS cannot punch holes into shared memory: there the system is told that the contents
+        are not needed (MADV_FREE), and may take the pages when it wants memory.
         """
         assert offset % mmap.PAGESIZE == nbytes % mmap.PAGESIZE == 0
         assert offset + nbytes <= self.nbytes
-        assert self._mapping.buf is not None, "the segment is closed"
-        pages = self._mapping.buf.obj
-        if sys.platform != "linux" or not isinstance(pages, mmap.mmap):
-            return False
-        try:
-            pages.madvise(mmap.MADV_REMOVE, offset, nbytes)
-        except OSError:
-            return False
-        return True
+        if self._fd >= 0:
+            return punch_hole(self._fd, offset, nbytes)
+        pages = self._mapping.buf.obj if self._mapping.buf is not None else None
+        with contextlib.suppress(OSError):  # advice that the system may decline
+            if isinstance(pages, mmap.mmap):
+                pages.madvise(mmap.MADV_FREE, offset, nbytes)
+        return False
 
     def close(self) -> None:
         """Unmap. While arrays still view the segment the mapping stays, until they are gone. Idempotent."""

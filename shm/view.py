@@ -7,9 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colibri_mp.errors import PoolError
-from colibri_mp.shm.layout import SlotFlag, SlotState, read_layout
+from colibri_mp.shm.layout import SlotFlag, SlotState, read_layout, slot_table_in
 from colibri_mp.shm.segment import Segment
-from colibri_mp.shm.tables import slot_table_in
 
 
 class PoolView:
@@ -37,25 +36,24 @@ class PoolView:
         return self._slots.copy()
 
     def resident(self, layer: int) -> NDArray[np.bool_]:
-        """Which experts of a layer can be used without a read, bool [E]."""
-        for entry, first in zip(self.layout.layers, self.layout.first_slots, strict=True):
+        """Which experts of a layer can be used without a read, bool [E]; staged ones do not count."""
+        for entry in self.layout.layers:
             if entry.layer == layer:
-                table = self.slots()[first : first + entry.num_slots]
-                experts = table["expert"][table["state"] >= SlotState.READY]
+                table = self.slots()
+                experts = table["expert"][_is_resident(table) & (table["layer"] == layer)]
                 resident = np.zeros(entry.num_experts, dtype=np.bool_)
                 resident[experts[(experts >= 0) & (experts < entry.num_experts)]] = True
                 return resident
         raise PoolError(f"layer {layer} is not in pool {self._segment.name!r}")
 
     def num_resident(self) -> int:
-        """Slots that hold a complete expert."""
-        return int(np.count_nonzero(self.slots()["state"] >= SlotState.READY))
+        """Slots of layers that hold a complete expert."""
+        return int(np.count_nonzero(_is_resident(self.slots())))
 
     def reserved_bytes(self) -> int:
         """Memory that the pool takes now: its tables, and the slabs whose pages have been committed."""
-        slab_bytes = np.repeat(
-            [entry.slab_bytes for entry in self.layout.layers], [entry.num_slots for entry in self.layout.layers]
-        )
+        classes = self.layout.classes
+        slab_bytes = np.repeat([entry.slab_bytes for entry in classes], [entry.num_slots for entry in classes])
         is_reserved = self.slots()["flags"] & SlotFlag.PAGES_RESERVED != 0
         return self.layout.slabs_offset + int(slab_bytes[is_reserved].sum())
 
@@ -63,3 +61,9 @@ class PoolView:
         """Unmap the segment."""
         self._slots = None
         self._segment.close()
+
+
+def _is_resident(table: NDArray[np.void]) -> NDArray[np.bool_]:
+    """READY or PINNED and not staged, for each slot of the table."""
+    is_resident: NDArray[np.bool_] = (table["state"] >= SlotState.READY) & (table["flags"] & SlotFlag.STAGED == 0)
+    return is_resident

@@ -3,6 +3,7 @@
     step   union of experts ─▶ rounds (all fits: one) ─▶ for each round
              acquire ─ submit all misses ─ compute hits ─ compute misses in the groups in which they land ─ release
            finish: each token's experts are summed in ascending id
+           (nothing to wait for: all of it in one compiled call, the usual case when decoding)
 
 Because the partial results are kept apart until `finish`, neither the size of the pool, nor rounds, nor the order in
 which the disk answers can change a bit of the result. An error of a read ends the step; the pool stays sound and the
@@ -12,6 +13,7 @@ next step works.
 import contextlib
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ from numpy.typing import NDArray
 
 from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.config import IoMode
-from colibri_mp.errors import PoolError, ProtocolError, ReadError
+from colibri_mp.errors import ProtocolError, ReadError
 from colibri_mp.kernels.expert import ExpertStage
 from colibri_mp.kernels.layout import ExpertShape, pack
 from colibri_mp.kernels.team import ThreadTeam
@@ -75,19 +77,26 @@ class _Stopwatch:
 class _Tally:
     """Counters of a step while it runs."""
 
-    def __init__(self, busy_s: float) -> None:
-        self.hits = self.misses = self.evictions = self.bytes_read = 0
+    def __init__(self) -> None:
+        self.hits = self.misses = self.promoted = self.evictions = self.bytes_read = 0
         self.wait, self.compute = _Stopwatch(), _Stopwatch()
-        self._busy_s = busy_s
 
-    def counters(self, busy_s: float) -> StepCounters:
-        """The counters; `busy_s` is the disk's total busy time now."""
+    def add(self, held: Held) -> None:
+        """Count what a round has acquired."""
+        self.hits += len(held.hits) - held.num_promoted + held.num_late
+        self.misses += len(held.misses) + len(held.pending) - held.num_late
+        self.promoted += held.num_promoted
+        self.evictions += held.num_evicted
+
+    def counters(self, disk_s: float) -> StepCounters:
+        """The counters, with the wall time in which the disk was busy."""
         return StepCounters(
             hits=self.hits,
             misses=self.misses,
+            promoted=self.promoted,
             evictions=self.evictions,
             bytes_read=self.bytes_read,
-            disk_s=busy_s - self._busy_s,
+            disk_s=disk_s,
             wait_s=self.wait.seconds,
             compute_s=self.compute.seconds,
         )
@@ -102,11 +111,10 @@ class Worker:
         Raises `PoolError` or `ReadError`; nothing stays open then.
         """
         self.config = config
-        self._check_floor()
         with contextlib.ExitStack() as stack:
             self._segment = Segment.attach(config.segment_name)
             stack.callback(self._segment.close)
-            self._pool = ExpertPool(self._segment, config.slots, config.fingerprint)
+            self._pool = ExpertPool(self._segment, config.slots, config.fingerprint, floor=config.top_k)
             stack.callback(self._pool.close)
             self._team = ThreadTeam(config.num_threads)
             stack.callback(self._team.close)
@@ -117,8 +125,7 @@ class Worker:
             self._resources = stack.pop_all()
         self._reads: dict[int, int] = {}  # slot -> generation of the read that fills it
         self._held: Held | None = None  # what the last round acquired, until `settle`
-        self._unsettled: list[tuple[int, StepCounters]] = []
-        self.totals = dict.fromkeys(self._layers, StepCounters())
+        self._told_busy_s = 0.0  # the disk's busy time that steps have reported
         mode, reason = self._streamer.mode
         self.notes: tuple[str, ...] = (
             f"expert reads: {mode} ({reason}), {config.io_threads} at a time in each worker",
@@ -137,33 +144,33 @@ class Worker:
         """
         self.settle()
         self._check_arrays(layer, x, ids, weights, out)
-        union = _union(ids, self._layers[layer])
-        tally = _Tally(self._streamer.busy_s())
-        stage = self._stages[layer]
-        with tally.compute:
-            stage.begin(x, _writable(ids), _writable(weights))
-        for part in self._pool.rounds(layer, union):
-            self._run_round(stage, layer, part, tally)
-        with tally.compute:
-            stage.finish(out)
-        counters = tally.counters(self._streamer.busy_s())
-        self._unsettled.append((layer, counters))
-        return counters
+        stage, tally = self._stages[layer], _Tally()
+        rounds = self._pool.rounds(layer, _union(ids, self._layers[layer])) or [[]]
+        held = self._acquire(layer, rounds[0], tally)
+        if len(rounds) == 1 and not (held.misses or held.pending):
+            with tally.compute:
+                stage.run(x, ids, weights, np.array(held.hits, np.int32), self._pool.addresses[held.hit_slots], out)
+        else:
+            with tally.compute:
+                stage.begin(x, ids, weights)
+            self._run_round(stage, held, tally)
+            for part in rounds[1:]:
+                self._run_round(stage, self._acquire(layer, part, tally), tally)
+            with tally.compute:
+                stage.finish(out)
+        return tally.counters(self._disk_time())
 
     def expect_step(self) -> None:
         """A step is on its way: wake the compute threads, which takes as long as reading the message."""
         self._team.expect()
 
     def settle(self) -> None:
-        """Make the experts of the last step evictable, and add up its counters. Idempotent."""
+        """Make the experts of the last step evictable. Idempotent."""
         if self._reads:
             self._take_landed(self._streamer.landed(0.0))
         if self._held is not None:
             held, self._held = self._held, None
             self._pool.release(held)
-        while self._unsettled:
-            layer, counters = self._unsettled.pop()
-            self.totals[layer] = add_counters(self.totals[layer], counters)
 
     def check_integrity(self) -> None:
         """`PoolError` if the pool contradicts itself; for idle moments and tests."""
@@ -176,12 +183,14 @@ class Worker:
 
     # ── one round ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _run_round(self, stage: ExpertStage, layer: int, experts: list[int], tally: _Tally) -> None:
+    def _acquire(self, layer: int, experts: list[int], tally: _Tally) -> Held:
+        """Slots for the experts of one round; those of the round before are let go first."""
         self.settle()
         self._held = held = self._pool.acquire(layer, experts)
-        tally.hits += len(held.hits)
-        tally.misses += len(held.misses) + len(held.pending)
-        tally.evictions += held.num_evicted
+        tally.add(held)
+        return held
+
+    def _run_round(self, stage: ExpertStage, held: Held, tally: _Tally) -> None:
         self._submit(held)
         self._compute(stage, held.hits, held.hit_slots, tally)
         self._compute_as_they_land(stage, held, tally)
@@ -224,33 +233,29 @@ class Worker:
             end = self._pool.mark_ready if done.error is None else self._pool.fail
             end(done.tag, self._reads.pop(done.tag))
 
+    def _disk_time(self) -> float:
+        """Seconds in which a read was under way, since the step before."""
+        before, self._told_busy_s = self._told_busy_s, self._streamer.busy_s()
+        return self._told_busy_s - before
+
     def _compute(self, stage: ExpertStage, experts: list[int], slots: list[int], tally: _Tally) -> None:
         if experts:
             with tally.compute:
                 stage.compute(np.array(experts, np.int32), self._pool.addresses[slots])
 
-    # ── start, checks, counts ───────────────────────────────────────────────────────────────────────────────────
+    # ── start and checks ───────────────────────────────────────────────────────────────────────────────────
 
     def _make_stages(self) -> dict[int, ExpertStage]:
         """The stage of each layer; layers of one shape share one, buffers included."""
-        by_shape: dict[ExpertShape, ExpertStage] = {}
-        for layer in self.config.expert_layers:
-            if layer.shape not in by_shape:
-                by_shape[layer.shape] = ExpertStage(
-                    self._team, layer.shape, self.config.max_tokens, self.config.top_k, self.config.planes
-                )
-        return {layer.layer: by_shape[layer.shape] for layer in self.config.expert_layers}
-
-    def _check_floor(self) -> None:
-        """One token's experts must fit each layer: the least that makes progress without reading them twice."""
-        for entry in self.config.slots:
-            floor = min(entry.num_experts, self.config.top_k)
-            if entry.num_slots < floor:
-                missing_bytes = (floor - entry.num_slots) * entry.slab_bytes
-                raise PoolError(
-                    f"layer {entry.layer} needs {floor} slots of {entry.slab_bytes} bytes for one token, the pool has "
-                    f"{entry.num_slots}; raise --ram by {missing_bytes} bytes a layer"
-                )
+        config = self.config
+        most: Counter[ExpertShape] = Counter()
+        for layer in config.expert_layers:
+            most[layer.shape] = max(most[layer.shape], layer.num_experts)
+        by_shape = {
+            shape: ExpertStage(self._team, shape, num_experts, config.max_tokens, config.top_k, config.planes)
+            for shape, num_experts in most.items()
+        }
+        return {layer.layer: by_shape[layer.shape] for layer in config.expert_layers}
 
     def _check_arrays(self, layer: int, x: Floats, ids: Ints, weights: Floats, out: Floats) -> None:
         if layer not in self._layers:
@@ -267,16 +272,6 @@ class Worker:
                 f"layer {layer}: {ids.shape} routed ids, this worker was made for "
                 f"{self.config.max_tokens} tokens of {self.config.top_k} experts"
             )
-
-
-def add_counters(a: StepCounters, b: StepCounters) -> StepCounters:
-    """Field by field."""
-    return StepCounters(*(getattr(a, name) + getattr(b, name) for name in StepCounters.__struct_fields__))
-
-
-def _writable(array: NDArray[Any]) -> NDArray[Any]:
-    """The arrays of a message are read-only, a type of its own for numba: copied, so that nothing is compiled for it."""
-    return array if array.flags.writeable else array.copy()
 
 
 def _union(ids: Ints, layer: ExpertLayer) -> list[int]:

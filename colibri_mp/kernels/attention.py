@@ -90,13 +90,19 @@ class AttentionStage:
 
         `layer_idx` counts the layers of `kv`. Raises RequestError when a position is not in the context or in its blocks.
         """
+        self._team.run(attention_stage.STAGE, self.frame(x, weights, kv, layer_idx, batch))
+
+    def frame(
+        self, x: F32Array, weights: AttentionWeights, kv: KVCache, layer_idx: int, batch: Batch
+    ) -> NDArray[np.void]:
+        """The frame of a call, as for `__call__`; valid until the next call with these weights."""
         num_tokens = batch.positions.size
         assert x.shape == (num_tokens, self.spec.hidden), f"x is {x.shape} for {num_tokens} tokens"
         check_plain(x, np.float32)
         assert 0 <= layer_idx < kv.num_layers
         frame, step = self._bound(weights)
         step[:] = (*self._plan(batch, kv), kv.address(layer_idx), x.ctypes.data)
-        self._team.run(attention_stage.STAGE, frame)
+        return frame
 
     def _plan(self, batch: Batch, kv: KVCache) -> tuple[int, ...]:
         """The step fields of a batch, the same for all layers; its places are left in `self._places`."""

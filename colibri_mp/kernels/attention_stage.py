@@ -68,28 +68,8 @@ FRAME = np.dtype(
 
 _TOKENS_A_CHUNK = 4
 
-_NORM, _PROJECT, _TURN, _ATTEND, _MERGE, _PREPARE, _OUTPUT = (fixed(phase) for phase in range(7))
-
-
-def _attention_stage(frame: int, control: int, tag: int) -> None:
-    job = record_at(frame, FRAME)
-    scratch = _scratch(job, control, tag)
-    if not _norm_phase(job, control, tag, scratch):
-        return
-    if not _project_phase(job, control, tag):
-        return
-    if not _turn_phase(job, control, tag):
-        return
-    if not _attend_phase(job, control, tag, scratch):
-        return
-    if not _merge_phase(job, control, tag, scratch):
-        return
-    if not _prepare_phase(job, control, tag):
-        return
-    _output_phase(job, control, tag)
-
-
-STAGE = Native(_attention_stage)
+NUM_PHASES = 7
+_NORM, _PROJECT, _TURN, _ATTEND, _MERGE, _PREPARE, _OUTPUT = (fixed(phase) for phase in range(NUM_PHASES))
 
 
 @compiled
@@ -255,7 +235,7 @@ def _prepare_phase(job: Any, control: int, tag: int) -> bool:
 
 
 @compiled
-def _output_phase(job: Any, control: int, tag: int) -> None:
+def _output_phase(job: Any, control: int, tag: int) -> bool:
     num_chunks, rows = _num_block_chunks(job.o_matrix), blocks_per_chunk(job.o_matrix) * 16
     chunk = take(control, tag, _OUTPUT, num_chunks)
     while chunk >= 0:
@@ -268,4 +248,28 @@ def _output_phase(job: Any, control: int, tag: int) -> None:
             add_row(job.x + (t * job.hidden + first) * 4, out, last - first)
         done(control, _OUTPUT)
         chunk = take(control, tag, _OUTPUT, num_chunks)
-    barrier(control, tag, _OUTPUT, num_chunks)
+    return barrier(control, tag, _OUTPUT, num_chunks)
+
+
+@compiled
+def attention_phases(job: Any, control: int, tag: int) -> bool:
+    """All of it, `NUM_PHASES` phases. False: the job is over, leave."""
+    scratch = _scratch(job, control, tag)
+    if not _norm_phase(job, control, tag, scratch):
+        return False
+    if not _project_phase(job, control, tag):
+        return False
+    if not _turn_phase(job, control, tag):
+        return False
+    if not _attend_phase(job, control, tag, scratch):
+        return False
+    if not _merge_phase(job, control, tag, scratch):
+        return False
+    return _prepare_phase(job, control, tag) and _output_phase(job, control, tag)
+
+
+def _attention_stage(frame: int, control: int, tag: int) -> None:
+    attention_phases(record_at(frame, FRAME), control, tag)
+
+
+STAGE = Native(_attention_stage)

@@ -7,6 +7,8 @@
                                       phase 1   chunk = some output blocks of an expert, for all its rows: partial results [row, D]
     finish(out)                   out[t] = sum of weight * partial over the token's rows, in ascending expert id
 
+    run(...)                      all three as one compiled call, when every expert of the step is there
+
 A row's partial result is the same whatever else is in the batch, and the sum has one order, so that neither batching nor the order
 in which experts arrive changes a bit. The compiled part is `expert_stages`.
 """
@@ -18,13 +20,12 @@ import numpy.typing as npt
 
 from colibri_mp.kernels import activations, layout
 from colibri_mp.kernels.expert_stages import (
-    COMBINE_FRAME,
     COMBINE_STAGE,
-    COMPUTE_FRAME,
     COMPUTE_STAGE,
-    PREPARE_FRAME,
     PREPARE_STAGE,
     ROWS_PER_PASS,
+    STEP_FRAME,
+    STEP_STAGE,
     TOKENS_PER_CHUNK,
     count_rows,
 )  # fmt: skip
@@ -36,7 +37,6 @@ COLUMNS_PER_CHUNK = 64
 """Hidden columns of a chunk of phase 0; a multiple of every group size but 128, for which it is 128."""
 ALONE_BYTES = 1 << 18
 """Weights times tokens below which a call wakes no helper: some 10 us of work."""
-_FIRST_NUM_IDS = 128
 
 
 def _check(array: npt.NDArray[Any], shape: tuple[int, ...], dtype: type[np.generic]) -> None:
@@ -78,10 +78,16 @@ def scratch_bytes(
 
 
 class ExpertStage:
-    """The experts of layers of one shape; owns its buffers (`scratch_bytes`). The module docstring has the three calls of a step."""
+    """The experts 0 .. num_experts - 1 of layers of one shape; owns its buffers (`scratch_bytes`). Calls: see the module docstring."""
 
     def __init__(
-        self, team: ThreadTeam, shape: ExpertShape, max_tokens: int, top_k: int, planes: int = DEFAULT_PLANES
+        self,
+        team: ThreadTeam,
+        shape: ExpertShape,
+        num_experts: int,
+        max_tokens: int,
+        top_k: int,
+        planes: int = DEFAULT_PLANES,
     ) -> None:
         self.shape, self.max_tokens, self.top_k = shape, max_tokens, top_k
         self._team = team
@@ -99,12 +105,12 @@ class ExpertStage:
         self._partial_rows = row_table(self._partial.ctypes.data, sizes.partial, sizes.rows)
         self._num_rows = np.zeros(1, np.int64)
         self._rows_done = self._num_tokens = 0
-        self._prepare, self._compute, self._combine = (
-            np.zeros(1, frame) for frame in (PREPARE_FRAME, COMPUTE_FRAME, COMBINE_FRAME)
-        )
+        self._starts, self._next_row = np.zeros((2, num_experts + 1), np.int64)
+        self._expert_ids, self._slabs = np.zeros(num_experts, np.int32), np.zeros(num_experts, np.int64)
+        self._frame = np.zeros(1, STEP_FRAME)
+        self._prepare, self._compute, self._combine = (self._frame[name] for name in ("prepare", "compute", "combine"))
         self._describe_matrices(planes)
         self._point_to_buffers()
-        self._make_id_tables(_FIRST_NUM_IDS)
 
     def _describe_matrices(self, planes: int) -> None:
         shape, compute = self.shape, self._compute
@@ -124,59 +130,79 @@ class ExpertStage:
             zip(("gate_rows", "up_rows", "token_of", "choice_of", "row_of"), self._tables, strict=True),
             for_gate=self._for_gate, for_up=self._for_up, weight_of=self._weight_of, counts=self._counts, num_rows=self._num_rows,
             hidden_rows=self._hidden_rows, partial_rows=self._partial_rows, scratch=self._scratch,
+            starts=self._starts, next_row=self._next_row, expert_ids=self._expert_ids, slabs=self._slabs,
         )  # fmt: skip
         for frame in (self._prepare, self._compute, self._combine):
             for name in buffers.keys() & set(frame.dtype.names or ()):
                 frame[name] = buffers[name].ctypes.data
         self._compute["scratch_bytes"], self._compute["num_threads"] = self._sizes.thread, self._team.num_threads
-
-    def _make_id_tables(self, num_ids: int) -> None:
-        """Tables for expert ids below `num_ids`."""
-        self._starts, self._next_row = np.zeros((2, num_ids + 1), np.int64)
-        self._expert_ids, self._slabs = np.zeros(num_ids, np.int32), np.zeros(num_ids, np.int64)
-        for frame in (self._prepare, self._compute):
-            frame["starts"], frame["num_ids"] = self._starts.ctypes.data, num_ids
-        self._prepare["next_row"] = self._next_row.ctypes.data
-        self._compute["expert_ids"], self._compute["slabs"] = self._expert_ids.ctypes.data, self._slabs.ctypes.data
+        self._prepare["num_ids"] = self._compute["num_ids"] = len(self._expert_ids)
 
     def begin(self, x: npt.NDArray[np.float32], ids: npt.NDArray[np.int32], weights: npt.NDArray[np.float32]) -> None:
         """Start a step: x float32 [T, D], ids int32 [T, K] (negative: not for us), weights float32 [T, K]; nothing of them is kept."""
-        num_tokens = len(x)
-        assert num_tokens <= self.max_tokens, f"{num_tokens} tokens, at most {self.max_tokens}"
-        for array, shape, dtype in (
-            (x, (num_tokens, self.shape.hidden), np.float32),
-            (ids, (num_tokens, self.top_k), np.int32),
-            (weights, (num_tokens, self.top_k), np.float32),
-        ):
-            _check(array, shape, dtype)
-        frame = self._prepare
-        frame["x"], frame["ids"], frame["weights"] = x.ctypes.data, ids.ctypes.data, weights.ctypes.data
-        frame["num_tokens"] = self._num_tokens = num_tokens
+        self._set_inputs(x, ids, weights)
         self._rows_done = 0
-        self._team.run(PREPARE_STAGE, frame, max_helpers=num_tokens // (2 * TOKENS_PER_CHUNK))
-        if self._num_rows[0] < 0:
-            self._make_id_tables(2 * int(ids.max() + 1))
-            self.begin(x, ids, weights)
+        self._team.run(PREPARE_STAGE, self._prepare, max_helpers=self._num_tokens // (2 * TOKENS_PER_CHUNK))
+        assert self._num_rows[0] >= 0, f"an expert id in {ids} is not below {len(self._expert_ids)}"
 
     def compute(self, expert_ids: npt.NDArray[np.int32], slab_addresses: npt.NDArray[np.int64]) -> None:
         """Partial results of some experts: ids int32 [n], addresses int64 [n] of their slabs, 64-aligned, unchanged until this returns."""
-        num_experts = len(expert_ids)
-        assert num_experts <= len(self._expert_ids), (
-            f"{num_experts} experts, ids below {len(self._expert_ids)} are known"
-        )
-        _check(expert_ids, (num_experts,), np.int32)
-        _check(slab_addresses, (num_experts,), np.int64)
-        self._expert_ids[:num_experts], self._slabs[:num_experts] = expert_ids, slab_addresses
-        self._rows_done += count_rows(self._expert_ids, num_experts, self._starts)
-        self._compute["num_experts"] = num_experts
-        is_small = num_experts * self.shape.nbytes * self._num_tokens < ALONE_BYTES
-        self._team.run(COMPUTE_STAGE, self._compute, max_helpers=0 if is_small else None)
+        self._set_experts(expert_ids, slab_addresses)
+        self._rows_done += count_rows(self._expert_ids, len(expert_ids), self._starts)
+        self._team.run(COMPUTE_STAGE, self._compute, max_helpers=self._helpers_for(len(expert_ids)))
 
     def finish(self, out: npt.NDArray[np.float32]) -> None:
         """out [T, D] = the weighted sums; every routed expert must have been computed, once."""
+        self._check_complete()
+        self._set_output(out)
+        self._team.run(COMBINE_STAGE, self._combine, max_helpers=self._num_tokens // TOKENS_PER_CHUNK)
+
+    def run(
+        self,
+        x: npt.NDArray[np.float32],
+        ids: npt.NDArray[np.int32],
+        weights: npt.NDArray[np.float32],
+        expert_ids: npt.NDArray[np.int32],
+        slab_addresses: npt.NDArray[np.int64],
+        out: npt.NDArray[np.float32],
+    ) -> None:
+        """`begin`, `compute` with all the experts of the step, and `finish`; the same bits."""
+        self._set_inputs(x, ids, weights)
+        self._set_experts(expert_ids, slab_addresses)
+        self._set_output(out)
+        self._team.run(STEP_STAGE, self._frame, max_helpers=self._helpers_for(len(expert_ids)))
+        self._rows_done = count_rows(self._expert_ids, len(expert_ids), self._starts)
+        self._check_complete()
+
+    def _set_inputs(
+        self, x: npt.NDArray[np.float32], ids: npt.NDArray[np.int32], weights: npt.NDArray[np.float32]
+    ) -> None:
+        num_tokens = len(x)
+        assert num_tokens <= self.max_tokens, f"{num_tokens} tokens, at most {self.max_tokens}"
+        _check(x, (num_tokens, self.shape.hidden), np.float32)
+        _check(ids, (num_tokens, self.top_k), np.int32)
+        _check(weights, (num_tokens, self.top_k), np.float32)
+        frame = self._prepare
+        frame["x"], frame["ids"], frame["weights"] = x.ctypes.data, ids.ctypes.data, weights.ctypes.data
+        frame["num_tokens"] = self._combine["num_tokens"] = self._num_tokens = num_tokens
+
+    def _set_experts(self, expert_ids: npt.NDArray[np.int32], slab_addresses: npt.NDArray[np.int64]) -> None:
+        num_experts = len(expert_ids)
+        assert num_experts <= len(self._expert_ids), f"{num_experts} experts of {len(self._expert_ids)}"
+        _check(expert_ids, (num_experts,), np.int32)
+        _check(slab_addresses, (num_experts,), np.int64)
+        self._expert_ids[:num_experts], self._slabs[:num_experts] = expert_ids, slab_addresses
+        self._compute["num_experts"] = num_experts
+
+    def _set_output(self, out: npt.NDArray[np.float32]) -> None:
         _check(out, (self._num_tokens, self.shape.hidden), np.float32)
+        self._combine["out"] = out.ctypes.data
+
+    def _check_complete(self) -> None:
         assert self._rows_done == self._num_rows[0], (
             f"{self._rows_done} of {self._num_rows[0]} (token, expert) rows were computed"
         )
-        self._combine["out"], self._combine["num_tokens"] = out.ctypes.data, self._num_tokens
-        self._team.run(COMBINE_STAGE, self._combine, max_helpers=self._num_tokens // TOKENS_PER_CHUNK)
+
+    def _helpers_for(self, num_experts: int) -> int | None:
+        """How many helpers to wake, None: all."""
+        return 0 if num_experts * self.shape.nbytes * self._num_tokens < ALONE_BYTES else None

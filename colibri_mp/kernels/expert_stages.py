@@ -9,7 +9,7 @@ import numpy as np
 
 from colibri_mp.kernels.jit import Native, carray, compiled
 from colibri_mp.kernels.linear import MATRIX, blocks_per_chunk, multiply_blocks_at, prepare_rows
-from colibri_mp.kernels.team import PHASE_0, PHASE_1, barrier, done, take, thread_slot
+from colibri_mp.kernels.team import PHASE_0, PHASE_1, PHASE_2, PHASE_3, barrier, done, take, thread_slot
 from colibri_mp.kernels.vectors import (
     call_native3,
     exp16,
@@ -48,7 +48,7 @@ PREPARE_FRAME = np.dtype(
             "token_of", "choice_of",  # int64 [rows]
             "row_of", "weight_of", "counts",  # int64 [T, K], float32 [T, K]: a token's rows, ascending; int64 [T]: how many
             "gate_rows", "up_rows",  # address tables int64 [rows]
-            "num_rows",  # address of the result; -n: ids go up to n - 1, too many for the tables
+            "num_rows",  # address of the result, -1: an id is too large
         )],
     ]
 )  # fmt: skip
@@ -56,7 +56,7 @@ PREPARE_FRAME = np.dtype(
 
 @compiled
 def _list_rows(job: Any) -> int:
-    """A counting sort of the pairs by expert; the number of rows, or see `num_rows`."""
+    """A counting sort of the pairs by expert; the number of rows, or -1 (and no rows) if an id is too large."""
     ids = carray(pointer_i32(job.ids), (job.num_tokens, job.top_k))
     starts = carray(pointer_i64(job.starts), job.num_ids + 1)
     next_row = carray(pointer_i64(job.next_row), job.num_ids + 1)
@@ -66,7 +66,8 @@ def _list_rows(job: Any) -> int:
     for t in range(job.num_tokens):
         for k in range(job.top_k):
             if ids[t, k] >= job.num_ids:
-                return -1 - int(ids[t, k])
+                starts[:] = 0
+                return -1
             if ids[t, k] >= 0:
                 starts[ids[t, k] + 1] += 1
     for expert in range(job.num_ids):
@@ -99,24 +100,28 @@ def _list_tokens(job: Any, num_rows: int) -> None:
         set_i64(job.up_rows + 8 * row, job.for_up + t * job.up.prepared_bytes)
 
 
-def _prepare_stage(frame: int, control: int, tag: int) -> None:
-    """Chunk 0 lists the rows, the others prepare some tokens each."""
-    job = record_at(frame, PREPARE_FRAME)
+@compiled
+def _prepare_phase(job: Any, control: int, tag: int, phase: int) -> bool:
+    """Chunk 0 lists the rows, the others prepare some tokens each. False: the job is over, leave."""
     num_chunks = 1 + (job.num_tokens + TOKENS_PER_CHUNK - 1) // TOKENS_PER_CHUNK
-    chunk = take(control, tag, PHASE_0, num_chunks)
+    chunk = take(control, tag, phase, num_chunks)
     while chunk >= 0:
         if chunk == 0:
             num_rows = _list_rows(job)
-            _list_tokens(job, max(0, num_rows))
+            _list_tokens(job, num_rows)
             set_i64(job.num_rows, num_rows)
         else:
             first, last = (chunk - 1) * TOKENS_PER_CHUNK, min(job.num_tokens, chunk * TOKENS_PER_CHUNK)
             prepare_rows(job.gate, job.x, job.gate.cols * 4, job.for_gate, first, last)
             if job.for_up != job.for_gate:
                 prepare_rows(job.up, job.x, job.up.cols * 4, job.for_up, first, last)
-        done(control, PHASE_0)
-        chunk = take(control, tag, PHASE_0, num_chunks)
-    barrier(control, tag, PHASE_0, num_chunks)
+        done(control, phase)
+        chunk = take(control, tag, phase, num_chunks)
+    return barrier(control, tag, phase, num_chunks)
+
+
+def _prepare_stage(frame: int, control: int, tag: int) -> None:
+    _prepare_phase(record_at(frame, PREPARE_FRAME), control, tag, PHASE_0)
 
 
 PREPARE_STAGE = Native(_prepare_stage)
@@ -142,10 +147,15 @@ COMPUTE_FRAME = np.dtype(
 
 
 @compiled
-def _row_bound(job: Any, expert: int, end: int) -> int:
-    """First row of an expert of the call (end 0), or the one after its last (end 1)."""
-    expert_id = get_i32(job.expert_ids + 4 * expert)
-    return int(get_i64(job.starts + 8 * min(expert_id + end, job.num_ids)))
+def _first_row(job: Any, expert: int) -> int:
+    """First row of an expert of the call."""
+    return int(get_i64(job.starts + 8 * min(get_i32(job.expert_ids + 4 * expert), job.num_ids)))
+
+
+@compiled
+def _end_row(job: Any, expert: int) -> int:
+    """The row after its last."""
+    return int(get_i64(job.starts + 8 * min(get_i32(job.expert_ids + 4 * expert) + 1, job.num_ids)))
 
 
 @compiled
@@ -187,41 +197,41 @@ def _hidden_chunk(job: Any, slab: int, chunk: int, first_row: int, end_row: int,
 
 
 @compiled
-def _hidden_phase(job: Any, control: int, tag: int, scratch: int) -> bool:
+def _hidden_phase(job: Any, control: int, tag: int, phase: int, scratch: int) -> bool:
     per_expert = (job.gate.rows + job.chunk_columns - 1) // job.chunk_columns
     num_chunks = job.num_experts * per_expert
-    chunk = take(control, tag, PHASE_0, num_chunks)
+    chunk = take(control, tag, phase, num_chunks)
     while chunk >= 0:
         expert = chunk // per_expert
-        first, end = _row_bound(job, expert, PHASE_0), _row_bound(job, expert, PHASE_1)
+        first, end = _first_row(job, expert), _end_row(job, expert)
         _hidden_chunk(job, get_i64(job.slabs + 8 * expert), chunk % per_expert, first, end, scratch)
-        done(control, PHASE_0)
-        chunk = take(control, tag, PHASE_0, num_chunks)
-    return barrier(control, tag, PHASE_0, num_chunks)
+        done(control, phase)
+        chunk = take(control, tag, phase, num_chunks)
+    return barrier(control, tag, phase, num_chunks)
 
 
 @compiled
-def _down_phase(job: Any, control: int, tag: int) -> None:
+def _down_phase(job: Any, control: int, tag: int, phase: int) -> bool:
     blocks = blocks_per_chunk(job.down)
     per_expert = (job.down.num_blocks + blocks - 1) // blocks
     num_chunks = job.num_experts * per_expert
-    chunk = take(control, tag, PHASE_1, num_chunks)
+    chunk = take(control, tag, phase, num_chunks)
     while chunk >= 0:
         expert, first = chunk // per_expert, chunk % per_expert * blocks
         down = get_i64(job.slabs + 8 * expert) + job.down_offset
-        row, end = _row_bound(job, expert, PHASE_0), _row_bound(job, expert, PHASE_1)
+        row, end = _first_row(job, expert), _end_row(job, expert)
         hidden, partial = job.hidden_rows + 8 * row, job.partial_rows + 8 * row
         multiply_blocks_at(job.down, down, first, min(first + blocks, job.down.num_blocks), hidden, partial, end - row)
-        done(control, PHASE_1)
-        chunk = take(control, tag, PHASE_1, num_chunks)
-    barrier(control, tag, PHASE_1, num_chunks)
+        done(control, phase)
+        chunk = take(control, tag, phase, num_chunks)
+    return barrier(control, tag, phase, num_chunks)
 
 
 def _compute_stage(frame: int, control: int, tag: int) -> None:
     job = record_at(frame, COMPUTE_FRAME)
     slot = thread_slot(control, tag, job.num_threads)
-    if slot >= 0 and _hidden_phase(job, control, tag, job.scratch + slot * job.scratch_bytes):
-        _down_phase(job, control, tag)
+    if slot >= 0 and _hidden_phase(job, control, tag, PHASE_0, job.scratch + slot * job.scratch_bytes):
+        _down_phase(job, control, tag, PHASE_1)
 
 
 COMPUTE_STAGE = Native(_compute_stage)
@@ -251,19 +261,42 @@ def _combine_token(job: Any, t: int) -> None:
         store_prefix16(out + 4 * column, acc, min(16, job.hidden - column))
 
 
-def _combine_stage(frame: int, control: int, tag: int) -> None:
-    job = record_at(frame, COMBINE_FRAME)
+@compiled
+def _combine_phase(job: Any, control: int, tag: int, phase: int) -> bool:
     num_chunks = (job.num_tokens + TOKENS_PER_CHUNK - 1) // TOKENS_PER_CHUNK
-    chunk = take(control, tag, PHASE_0, num_chunks)
+    chunk = take(control, tag, phase, num_chunks)
     while chunk >= 0:
         for t in range(chunk * TOKENS_PER_CHUNK, min(job.num_tokens, (chunk + 1) * TOKENS_PER_CHUNK)):
             _combine_token(job, t)
-        done(control, PHASE_0)
-        chunk = take(control, tag, PHASE_0, num_chunks)
-    barrier(control, tag, PHASE_0, num_chunks)
+        done(control, phase)
+        chunk = take(control, tag, phase, num_chunks)
+    return barrier(control, tag, phase, num_chunks)
+
+
+def _combine_stage(frame: int, control: int, tag: int) -> None:
+    _combine_phase(record_at(frame, COMBINE_FRAME), control, tag, PHASE_0)
 
 
 COMBINE_STAGE = Native(_combine_stage)
+
+
+# ---- all of it at once, when every expert of the step is there
+
+STEP_FRAME = np.dtype([("prepare", PREPARE_FRAME), ("compute", COMPUTE_FRAME), ("combine", COMBINE_FRAME)])
+
+
+def _step_stage(frame: int, control: int, tag: int) -> None:
+    job = record_at(frame, STEP_FRAME)
+    slot = thread_slot(control, tag, job.compute.num_threads)
+    if slot < 0 or not _prepare_phase(job.prepare, control, tag, PHASE_0):
+        return
+    if not _hidden_phase(job.compute, control, tag, PHASE_1, job.compute.scratch + slot * job.compute.scratch_bytes):
+        return
+    if _down_phase(job.compute, control, tag, PHASE_2):
+        _combine_phase(job.combine, control, tag, PHASE_3)
+
+
+STEP_STAGE = Native(_step_stage)
 
 
 @compiled

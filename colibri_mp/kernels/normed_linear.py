@@ -9,25 +9,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from colibri_mp.kernels import atomic
 from colibri_mp.kernels.jit import Native, compiled
 from colibri_mp.kernels.layout import PackedMatrix, num_blocks
 from colibri_mp.kernels.linear import MATRIX, blocks_per_chunk, describe, multiply_blocks, prepare_rows, row_table
 from colibri_mp.kernels.norm import rms_norm_row
-from colibri_mp.kernels.team import PHASE_0, PHASE_1, ThreadTeam, aligned_bytes, barrier, done, take
+from colibri_mp.kernels.team import ThreadTeam, aligned_bytes, barrier, done, take
 
 F32Array = NDArray[np.float32]
 
 _LINEAR_FIELDS = ("x", "num_rows", "width", "norm_weight", "h", "prepared", "xs", "y", "y_stride", "ys")
+_STAGE_FIELDS = ("first_phase", "started")
 _ROUTER_FIELDS = ("num_experts", "top_k", "renormalise", "probabilities", "ids", "expert_weights")
 FRAME = np.dtype(
     [
         ("weight", MATRIX),
-        *[(name, np.int64) for name in (*_LINEAR_FIELDS, *_ROUTER_FIELDS)],
+        *[(name, np.int64) for name in (*_LINEAR_FIELDS, *_STAGE_FIELDS, *_ROUTER_FIELDS)],
         ("eps", np.float64),
         ("top_p", np.float64),
     ]
 )
-"""Addresses, strides in bytes and counts; at the end what is neither."""
+"""Addresses, strides in bytes and counts. `first_phase`: of the job, other phases may come before; `started`: see `NormedLinear`."""
 
 _ROWS_A_CHUNK = 4
 _SMALL_WORK_BYTES = 256 * 1024
@@ -41,36 +43,40 @@ def num_row_chunks(job: Any) -> int:
 
 @compiled
 def norm_phase(job: Any, control: int, tag: int) -> bool:
-    """Phase 0. False: the job is over, leave."""
-    num_chunks = num_row_chunks(job)
-    chunk = take(control, tag, PHASE_0, num_chunks)
+    """The first phase. False: the job is over, leave."""
+    phase, num_chunks = job.first_phase, num_row_chunks(job)
+    chunk = take(control, tag, phase, num_chunks)
     while chunk >= 0:
+        if chunk == 0:
+            atomic.clock_gettime(atomic.PERF_COUNTER, job.started)
         first, last = chunk * _ROWS_A_CHUNK, min(job.num_rows, (chunk + 1) * _ROWS_A_CHUNK)
         for row in range(first, last):
             offset = row * job.width * 4
             rms_norm_row(job.x + offset, job.norm_weight, job.h + offset, job.width, np.float32(job.eps))
         prepare_rows(job.weight, job.h, job.width * 4, job.prepared, first, last)
-        done(control, PHASE_0)
-        chunk = take(control, tag, PHASE_0, num_chunks)
-    return barrier(control, tag, PHASE_0, num_chunks)
+        done(control, phase)
+        chunk = take(control, tag, phase, num_chunks)
+    return barrier(control, tag, phase, num_chunks)
 
 
 @compiled
 def multiply_phase(job: Any, control: int, tag: int) -> bool:
-    """Phase 1. False: the job is over, leave."""
-    size = blocks_per_chunk(job.weight)
+    """The second phase. False: the job is over, leave."""
+    phase, size = job.first_phase + 1, blocks_per_chunk(job.weight)
     num_chunks = (job.weight.num_blocks + size - 1) // size
-    chunk = take(control, tag, PHASE_1, num_chunks)
+    chunk = take(control, tag, phase, num_chunks)
     while chunk >= 0:
         last = min(job.weight.num_blocks, (chunk + 1) * size)
         multiply_blocks(job.weight, chunk * size, last, job.xs, job.ys, job.num_rows)
-        done(control, PHASE_1)
-        chunk = take(control, tag, PHASE_1, num_chunks)
-    return barrier(control, tag, PHASE_1, num_chunks)
+        done(control, phase)
+        chunk = take(control, tag, phase, num_chunks)
+    return barrier(control, tag, phase, num_chunks)
 
 
 class NormedLinear:
     """Buffers for up to `max_rows` rows x [R, D] -> h [R, D], y [R, N], and the frames of a stage made of the phases above.
+
+    `started`: when the first phase of the last call began, int64 seconds and nanoseconds of `time.perf_counter`.
 
     Weights met in a call are kept (some kB each) until this object goes.
     """
@@ -80,6 +86,7 @@ class NormedLinear:
         self.h: F32Array = aligned_bytes(max_rows * width * 4).view(np.float32).reshape(max_rows, width)
         self.y: F32Array = aligned_bytes(max_rows * num_blocks(num_outputs) * 64).view(np.float32).reshape(max_rows, -1)
         self._prepared = aligned_bytes(max_rows * _largest_prepared(width))
+        self.started: NDArray[np.int64] = np.zeros(2, np.int64)
         self._ys = row_table(self.y.ctypes.data, self.y.strides[0], max_rows)
         self._tables: dict[int, NDArray[np.int64]] = {}
         self._frames: dict[int, tuple[PackedMatrix, NDArray[np.void]]] = {}
@@ -87,6 +94,7 @@ class NormedLinear:
         self.template["width"], self.template["eps"], self.template["y_stride"] = width, norm_eps, self.y.strides[0]
         for name, buffer in (("h", self.h), ("prepared", self._prepared), ("y", self.y), ("ys", self._ys)):
             self.template[name] = buffer.ctypes.data
+        self.template["started"] = self.started.ctypes.data
 
     @staticmethod
     def scratch_bytes(width: int, num_outputs: int, max_rows: int) -> int:
@@ -95,17 +103,22 @@ class NormedLinear:
 
     def run(self, team: ThreadTeam, stage: Native, x: F32Array, norm: F32Array, weight: PackedMatrix) -> None:
         """Run a stage over rows x [R, D] with norm [D] and weight [N, D]; small work is not worth waking helpers."""
+        is_small = x.shape[0] * weight.data.nbytes < _SMALL_WORK_BYTES
+        team.run(stage, self.frame(x, norm, weight), max_helpers=0 if is_small else None)
+
+    def frame(self, x: F32Array, norm: F32Array, weight: PackedMatrix) -> NDArray[np.void]:
+        """The frame of a call of a stage, as for `run`; valid until the next call with this weight."""
         num_rows = x.shape[0]
         assert 1 <= num_rows <= self.max_rows
         assert x.shape == (num_rows, self.width), f"x is {x.shape}"
         assert norm.shape == (self.width,)
         assert x.dtype == norm.dtype == np.float32
         assert x.flags.c_contiguous
-        frame = self._frame(weight)
+        frame = self._bound(weight)
         frame["x"], frame["num_rows"], frame["norm_weight"] = x.ctypes.data, num_rows, norm.ctypes.data
-        team.run(stage, frame, max_helpers=0 if num_rows * weight.data.nbytes < _SMALL_WORK_BYTES else None)
+        return frame
 
-    def _frame(self, weight: PackedMatrix) -> NDArray[np.void]:
+    def _bound(self, weight: PackedMatrix) -> NDArray[np.void]:
         """The frame for a weight matrix; made when it is first met."""
         if id(weight) not in self._frames:
             assert (weight.rows, weight.cols) == (self.num_outputs, self.width), f"W [{weight.rows}, {weight.cols}]"

@@ -16,7 +16,7 @@ from colibri_mp.kernels.jit import Native, carray, compiled
 from colibri_mp.kernels.layout import PackedMatrix, num_blocks
 from colibri_mp.kernels.linear import DEFAULT_PLANES
 from colibri_mp.kernels.normed_linear import FRAME, NormedLinear, multiply_phase, norm_phase, num_row_chunks
-from colibri_mp.kernels.team import PHASE_2, ThreadTeam, aligned_bytes, barrier, done, take
+from colibri_mp.kernels.team import ThreadTeam, aligned_bytes, barrier, done, take
 from colibri_mp.kernels.vectors import (
     exp16,
     largest16,
@@ -40,10 +40,15 @@ _NO_EXPERT = np.float32(-1e30)
 _DROPPED = np.int32(-1)
 
 
-def _router_stage(frame: int, control: int, tag: int) -> None:
-    job = record_at(frame, FRAME)
+@compiled
+def router_phases(job: Any, control: int, tag: int) -> None:
+    """The three phases, from `job.first_phase` on."""
     if norm_phase(job, control, tag) and multiply_phase(job, control, tag):
         _choose_phase(job, control, tag)
+
+
+def _router_stage(frame: int, control: int, tag: int) -> None:
+    router_phases(record_at(frame, FRAME), control, tag)
 
 
 STAGE = Native(_router_stage)
@@ -51,15 +56,15 @@ STAGE = Native(_router_stage)
 
 @compiled
 def _choose_phase(job: Any, control: int, tag: int) -> None:
-    num_chunks = num_row_chunks(job)
-    chunk = take(control, tag, PHASE_2, num_chunks)
+    phase, num_chunks = job.first_phase + 2, num_row_chunks(job)
+    chunk = take(control, tag, phase, num_chunks)
     while chunk >= 0:
         for row in range(chunk * _ROWS_A_CHUNK, min(job.num_rows, (chunk + 1) * _ROWS_A_CHUNK)):
             _softmax(job.y + row * job.y_stride, job.probabilities + row * job.y_stride, job.num_experts)
             _choose(job, row)
-        done(control, PHASE_2)
-        chunk = take(control, tag, PHASE_2, num_chunks)
-    barrier(control, tag, PHASE_2, num_chunks)
+        done(control, phase)
+        chunk = take(control, tag, phase, num_chunks)
+    barrier(control, tag, phase, num_chunks)
 
 
 @compiled
@@ -166,8 +171,23 @@ class RouterStage:
         ids ascend within a token; -1: dropped by top-p, weight 0. The results are views of buffers of the stage, valid until the next call.
         """
         self._linear.run(self._team, STAGE, x, norm, gate)
-        num_tokens = x.shape[0]
+        return self.results(x.shape[0])
+
+    def frame(self, x: F32Array, norm: F32Array, gate: PackedMatrix, first_phase: int) -> NDArray[np.void]:
+        """The frame of a call whose phases begin at `first_phase` of a larger stage, which leaves `results`."""
+        frame = self._linear.frame(x, norm, gate)
+        frame["first_phase"] = first_phase
+        return frame
+
+    def results(self, num_tokens: int) -> tuple[F32Array, I32Array, F32Array]:
+        """What a call returns, for the last one."""
         return self._linear.h[:num_tokens], self._ids[:num_tokens], self._weights[:num_tokens]
+
+    @property
+    def started_s(self) -> float:
+        """When the last call's first phase began, by `time.perf_counter`: before that, others may have been on turn."""
+        seconds, nanoseconds = self._linear.started.tolist()
+        return float(seconds + nanoseconds * 1e-9)
 
     def logits(self, num_tokens: int) -> F32Array:
         """Gate logits [T, E] of the last call, a view."""

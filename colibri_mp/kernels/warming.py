@@ -53,8 +53,8 @@ def _steps(encodings: Iterable[Encoding], planes: int) -> Iterator[Step]:
         name = f"products with {_name(matrix_format)}, {planes} planes"
         yield name, lambda matrix_format=matrix_format: _warm_format(matrix_format, planes)  # type: ignore[misc]  # likewise
     yield "expert FFN", _warm_experts
-    yield "attention", _warm_attention
-    yield "router and head", _warm_router
+    yield "attention and router", _warm_block
+    yield "head", _warm_head
 
 
 def _name(matrix_format: Format) -> str:
@@ -103,50 +103,47 @@ def _warm_experts() -> None:
     slab = aligned_bytes(shape.slab_bytes)
     x, ids, weights = np.zeros((1, 16), np.float32), np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32)
     with ThreadTeam(2) as team:
-        stage = ExpertStage(team, shape, 1, 1)
+        stage, addresses = ExpertStage(team, shape, 1, 1, 1), np.array([slab.ctypes.data], np.int64)
         stage.begin(x, ids, weights)
-        stage.compute(ids[0], np.array([slab.ctypes.data], np.int64))
+        stage.compute(ids[0], addresses)
         stage.finish(x)
+        stage.run(x, ids, weights, ids[0], addresses, x)
 
 
-def _warm_attention() -> None:
+def _warm_block() -> None:
     import numpy as np
 
     from colibri_mp.kernels.attention import AttentionStage, AttentionWeights, Batch
+    from colibri_mp.kernels.block import BlockStage
     from colibri_mp.kernels.kv_cache import KVCache
     from colibri_mp.kernels.layout import PackedMatrix, packed_bytes
     from colibri_mp.kernels.rope import rope_tables
+    from colibri_mp.kernels.router import RouterStage
     from colibri_mp.kernels.team import ThreadTeam, aligned_bytes
-    from colibri_mp.specs import AttentionSpec, RopeSpec
+    from colibri_mp.specs import AttentionSpec, RopeSpec, RouterSpec
 
     spec = AttentionSpec(hidden=16, num_heads=1, num_kv_heads=1, head_dim=16, scale=1.0, norm_eps=1e-6)
     matrix = PackedMatrix(_SMALL, 16, 16, aligned_bytes(packed_bytes(_SMALL, 16, 16)))
     weights = AttentionWeights(np.ones(16, np.float32), matrix, matrix, matrix, matrix)
-    zero = np.zeros(1, np.int32)
+    x, zero = np.ones((1, 16), np.float32), np.zeros(1, np.int32)
+    kv, batch = KVCache(1, 1, 1, 16), Batch(zero, zero, np.zeros((1, 1), np.int32))
     with ThreadTeam(2) as team:
-        stage = AttentionStage(team, spec, rope_tables(RopeSpec(theta=1e4, rotary_dim=16), 16), 1, 16)
-        stage(
-            np.ones((1, 16), np.float32),
-            weights,
-            KVCache(1, 1, 1, 16),
-            0,
-            Batch(zero, zero, np.zeros((1, 1), np.int32)),
-        )
+        attention = AttentionStage(team, spec, rope_tables(RopeSpec(theta=1e4, rotary_dim=16), 16), 1, 16)
+        router = RouterStage(team, RouterSpec(16, 1, True), 16, 1e-6, 1)
+        attention(x, weights, kv, 0, batch)
+        BlockStage(team, attention, router)(x, weights, kv, 0, batch, weights.norm, matrix)
 
 
-def _warm_router() -> None:
+def _warm_head() -> None:
     import numpy as np
 
     from colibri_mp.kernels.head import HeadStage
     from colibri_mp.kernels.layout import PackedMatrix, packed_bytes
     from colibri_mp.kernels.norm import rms_norm
-    from colibri_mp.kernels.router import RouterStage
     from colibri_mp.kernels.team import ThreadTeam, aligned_bytes
-    from colibri_mp.specs import RouterSpec
 
     matrix = PackedMatrix(_SMALL, 16, 16, aligned_bytes(packed_bytes(_SMALL, 16, 16)))
     x, norm = np.ones((1, 16), np.float32), np.ones(16, np.float32)
     with ThreadTeam(2) as team:
-        RouterStage(team, RouterSpec(16, 1, True), 16, 1e-6, 1)(x, norm, matrix)
         HeadStage(team, 16, 16, 1e-6, 1)(x, norm, matrix)
     rms_norm(x, norm, 1e-6)

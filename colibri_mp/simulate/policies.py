@@ -1,13 +1,15 @@
 """Which expert goes next: the policies that `simulate` compares, each on the experts of one layer.
 
-A policy has the operations of the pool's own `shm.policy.Lru`, which *is* the policy `lru` here: `add` makes an expert
-evictable as the one used last, `remove` takes it out because it is in use, `evict` takes out and returns the victim.
+A policy is a dictionary of the experts that may be evicted, as the pool's own `shm.policy.Lru` is, which *is* the policy `lru` here:
+`add` makes an expert evictable as the one used last, `pop` takes it out because it is in use, `evict` takes out the victim.
 """
 
 import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
+
+from colibri_mp.shm.policy import Lru
 
 
 class Policy(Protocol):
@@ -16,7 +18,7 @@ class Policy(Protocol):
     def add(self, expert: int) -> None:
         """Make evictable: it has just been used."""
 
-    def remove(self, expert: int) -> None:
+    def pop(self, expert: int, /) -> object:
         """Take out: it is in use."""
 
     def evict(self) -> int:
@@ -27,13 +29,15 @@ class Policy(Protocol):
     def __contains__(self, expert: object) -> bool: ...
 
 
-class _Ranked(dict[int, float]):
-    """Evicts the member with the least value; of equals the least recent, which stands first. Evicting looks at all members:
-    they are fewer than uses by far.
-    """
+class PoolLru(Lru):
+    """The pool's own policy."""
 
-    def remove(self, expert: int) -> None:
-        del self[expert]
+    def add(self, expert: int) -> None:
+        self[expert] = None
+
+
+class _Ranked(dict[int, float]):
+    """Evicts the member with the least value, of equals the least recent, which stands first."""
 
     def evict(self) -> int:
         victim = min(self, key=self.__getitem__)

@@ -119,6 +119,10 @@ class Experts:
         ids[rng.random(ids.shape) < 0.1] = -1
         return x, ids, rng.random(ids.shape, np.float32)
 
+    def addresses(self, ids: np.ndarray) -> np.ndarray:
+        """Addresses of the slabs of these experts."""
+        return np.array([self.slabs[expert].ctypes.data for expert in ids], np.int64)
+
     def step(
         self,
         stage: ExpertStage,
@@ -129,8 +133,7 @@ class Experts:
         """One step with the experts computed in that order, in some calls."""
         stage.begin(*batch)
         for ids in np.array_split(order.astype(np.int32), num_calls):
-            addresses = np.array([self.slabs[expert].ctypes.data for expert in ids], np.int64)
-            stage.compute(ids, addresses)
+            stage.compute(ids, self.addresses(ids))
         out = np.full_like(batch[0], np.nan)
         stage.finish(out)
         return out
@@ -154,7 +157,9 @@ def outputs() -> dict[str, np.ndarray]:
     with ThreadTeam(2) as team:
         results = {"/".join(map(str, encoding.format)): product(team, encoding) for encoding in FORMATS}
         experts = Experts(EXPERT_ENCODINGS, 128, 96)
-        results["experts"] = experts.step(ExpertStage(team, experts.shape, 6, 2), experts.batch(6, 2), experts.ids)
+        results["experts"] = experts.step(
+            ExpertStage(team, experts.shape, len(experts.ids), 6, 2), experts.batch(6, 2), experts.ids
+        )
     return results
 
 

@@ -37,7 +37,7 @@ class Counting:
         return logits
 
     def cache_counters(self) -> dict[str, float]:
-        return {"hits": 3.0 * len(self.steps), "misses": 1.0 * len(self.steps)}
+        return {"hits": 3.0 * len(self.steps), "misses": 0.5 * len(self.steps), "promoted": 0.5 * len(self.steps)}
 
 
 class Bench:
@@ -106,7 +106,7 @@ def test_statistics_cover_the_request() -> None:
     end = bench.last()
     assert isinstance(end, Finished)
     assert (end.stats["prompt_tokens"], end.stats["completion_tokens"]) == (3, 2)
-    assert end.stats["cache"] == {"hits": 6.0, "misses": 2.0, "hit_rate": 0.75}
+    assert end.stats["cache"] == {"hits": 6.0, "misses": 1.0, "promoted": 1.0, "hit_rate": 0.75}
     assert end.stats["ttft_s"] > 0
 
 

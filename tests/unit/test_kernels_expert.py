@@ -26,7 +26,7 @@ def test_step_agrees_with_numpy(encodings: tuple[Encoding, Encoding, Encoding], 
     experts = Experts(encodings, hidden, width)
     batch = experts.batch(70, 4)
     with ThreadTeam(2) as team:
-        out = experts.step(ExpertStage(team, experts.shape, 70, 4), batch, experts.ids)
+        out = experts.step(ExpertStage(team, experts.shape, len(experts.ids), 70, 4), batch, experts.ids)
     expected = reference.experts(*batch, experts.matrices)
     assert np.abs(out - expected).max() < 1e-6 * np.abs(expected).max()
 
@@ -42,8 +42,10 @@ def test_bits_do_not_depend_on_order_batch_or_threads(
     results = []
     for num_threads in (1, 2, 3):
         with ThreadTeam(num_threads) as team:
-            stage = ExpertStage(team, experts.shape, 13, 3)
+            stage = ExpertStage(team, experts.shape, len(experts.ids), 13, 3)
             results += [experts.step(stage, batch, rng.permutation(experts.ids), num_calls) for num_calls in (1, 2, 6)]
+            results.append(np.full_like(x, np.nan))
+            stage.run(*batch, experts.ids, experts.addresses(experts.ids), results[-1])
             rows = [slice(t, t + 1) for t in range(13)]
             results.append(np.concatenate([experts.step(stage, (x[r], ids[r], weights[r]), experts.ids) for r in rows]))
     for result in results[1:]:
@@ -55,7 +57,7 @@ def test_dense_block_is_one_expert_with_weight_one() -> None:
     experts = Experts((Q4, Q4, Q4), 64, 64, num_experts=1)
     x, _, _ = experts.batch(5, 1)
     with ThreadTeam(1) as team:
-        stage = ExpertStage(team, experts.shape, 8, 1)
+        stage = ExpertStage(team, experts.shape, len(experts.ids), 8, 1)
         out = experts.step(stage, (x, np.zeros((5, 1), np.int32), np.ones((5, 1), np.float32)), experts.ids)
     expected = reference.expert(x, *experts.matrices[0])
     assert np.abs(out - expected).max() < 1e-6 * np.abs(expected).max()
@@ -67,7 +69,7 @@ def test_experts_that_nobody_chose_change_nothing() -> None:
     x, ids, weights = experts.batch(4, 2)
     ids = np.minimum(ids, 2)
     with ThreadTeam(2) as team:
-        stage = ExpertStage(team, experts.shape, 4, 2)
+        stage = ExpertStage(team, experts.shape, len(experts.ids), 4, 2)
         every = experts.step(stage, (x, ids, weights), experts.ids)
         routed = experts.step(stage, (x, ids, weights), np.unique(ids[ids >= 0]))
     np.testing.assert_array_equal(every, routed)
@@ -78,40 +80,44 @@ def test_tokens_without_experts_give_zeros() -> None:
     shape = ExpertShape(64, 64, Q4.format, Q4.format, Q4.format)
     out = np.ones((3, 64), np.float32)
     with ThreadTeam(1) as team:
-        stage = ExpertStage(team, shape, 4, 2)
+        stage = ExpertStage(team, shape, 8, 4, 2)
         stage.begin(np.ones((3, 64), np.float32), np.full((3, 2), -1, np.int32), np.ones((3, 2), np.float32))
         stage.finish(out)
     assert not out.any()
 
 
-def test_large_expert_ids() -> None:
-    """Ids are bounded by memory only: tables grow, and shrink to nothing special afterwards."""
+def test_an_id_beyond_the_experts_is_refused() -> None:
+    """By `begin` and by `run`, before it can reach beyond a table; the next step works."""
     experts = Experts((Q4, Q4, Q4), 64, 64)
     x, ids, weights = experts.batch(6, 2)
+    wrong = np.where(ids == ids.max(), len(experts.ids), ids)
     with ThreadTeam(2) as team:
-        stage = ExpertStage(team, experts.shape, 6, 2)
-        small = experts.step(stage, (x, ids, weights), experts.ids)
-        stage.begin(x, np.where(ids < 0, -1, ids + 1000).astype(np.int32), weights)
-        stage.compute(experts.ids + np.int32(1000), np.array([slab.ctypes.data for slab in experts.slabs], np.int64))
-        large = np.empty_like(x)
-        stage.finish(large)
-    np.testing.assert_array_equal(small, large)
+        stage = ExpertStage(team, experts.shape, len(experts.ids), 6, 2)
+        before = experts.step(stage, (x, ids, weights), experts.ids)
+        with pytest.raises(AssertionError, match="not below 6"):
+            stage.begin(x, wrong, weights)
+        with pytest.raises(AssertionError, match="rows were computed"):
+            stage.run(x, wrong, weights, experts.ids, experts.addresses(experts.ids), np.empty_like(x))
+        np.testing.assert_array_equal(experts.step(stage, (x, ids, weights), experts.ids), before)
 
 
 def test_finish_refuses_a_step_with_missing_experts() -> None:
     """A forgotten expert is an error and not a wrong sum."""
     experts = Experts((Q4, Q4, Q4), 64, 64)
     with ThreadTeam(1) as team:
-        stage = ExpertStage(team, experts.shape, 6, 2)
+        stage = ExpertStage(team, experts.shape, len(experts.ids), 6, 2)
+        batch, some = experts.batch(6, 2), experts.ids[:-1]
         with pytest.raises(AssertionError, match="rows were computed"):
-            experts.step(stage, experts.batch(6, 2), experts.ids[:-1])
+            experts.step(stage, batch, some)
+        with pytest.raises(AssertionError, match="rows were computed"):
+            stage.run(*batch, some, experts.addresses(some), np.empty_like(batch[0]))
 
 
 def test_scratch_is_what_the_plan_says() -> None:
     """`scratch_bytes` counts all arrays of a stage, to a few KiB."""
     shape = ExpertShape(128, 192, Q4.format, Q4.format, Q4.format)
     with ThreadTeam(1) as team:
-        stage = ExpertStage(team, shape, 50, 4)
+        stage = ExpertStage(team, shape, 8, 50, 4)
     arrays = {id(value): value.nbytes for value in vars(stage).values() if isinstance(value, np.ndarray)}
     owned = sum(arrays.values())
     planned = scratch_bytes(shape, 50, 4, num_threads=1)

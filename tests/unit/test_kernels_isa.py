@@ -108,7 +108,7 @@ from colibri_mp.kernels.team import ThreadTeam
 from colibri_mp.kernels.expert import ExpertStage
 experts = kernel_cases.Experts((kernel_cases.FORMATS[0],) * 3, 64, 64)
 with ThreadTeam(2) as team:
-    experts.step(ExpertStage(team, experts.shape, 5, 2), experts.batch(5, 2), experts.ids)
+    experts.step(ExpertStage(team, experts.shape, len(experts.ids), 5, 2), experts.batch(5, 2), experts.ids)
 print(len(passes), time.perf_counter() - start)
 """
 

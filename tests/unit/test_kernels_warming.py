@@ -32,7 +32,7 @@ experts.ids.flags.writeable = False
 for array in batch:
     array.flags.writeable = False
 with ThreadTeam(2) as team:
-    experts.step(ExpertStage(team, experts.shape, 70, 2), batch, experts.ids)
+    experts.step(ExpertStage(team, experts.shape, len(experts.ids), 70, 2), batch, experts.ids)
 matrix, _ = kernel_cases.random_matrix(np.random.default_rng(1), encoding, 40, 128)
 layout.gather_rows(matrix, experts.ids)
 print("passes:", len(passes), passes[:3])

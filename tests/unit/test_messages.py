@@ -75,20 +75,20 @@ def test_prompt_kinds(prompt: str | list[int] | Conversation) -> None:
 def test_first_frame_is_stable() -> None:
     """The bytes of a message are part of the protocol: magic, version, count, then msgpack."""
     assert received(Failed(7, "request", "no")) == [
-        b"CLBR\x01\x00\x00\x00" + b"\x84\xa4type\xa6Failed\xaarequest_id\x07\xa4kind\xa7request\xa7message\xa2no"
+        b"CLBR\x02\x00\x00\x00" + b"\x84\xa4type\xa6Failed\xaarequest_id\x07\xa4kind\xa7request\xa7message\xa2no"
     ]
-    assert (MAGIC, VERSION) == (b"CLBR", 1)
+    assert (MAGIC, VERSION) == (b"CLBR", 2)
 
 
 def test_step_frame_is_stable() -> None:
     """The fixed layout of a step: 96 bytes of header, then x, ids, weights, or y."""
     route = Route(5, 2, np.ones((1, 2), np.float32), np.array([[3]], np.int32), np.ones((1, 1), np.float32))
     (frame,) = received(route)
-    assert frame[:40] == b"CLBS\x01\x00\x01\x00" + bytes(
+    assert frame[:40] == b"CLBS\x02\x00\x01\x00" + bytes(
         [5, *[0] * 7, 2, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0]
     ) + bytes(8)
     assert frame[96:] == 2 * b"\0\0\x80?" + b"\3\0\0\0" + b"\0\0\x80?"
-    counters = StepCounters(1, 2, 3, 4, 0.5, 0.25, 0.125)
+    counters = StepCounters(1, 2, 3, 4, 5, 0.5, 0.25, 0.125)
     answer = from_frames(received(Routed(5, 2, route.x, counters)))
     assert isinstance(answer, Routed)
     assert answer.counters == counters
@@ -99,7 +99,7 @@ def test_step_frame_is_stable() -> None:
     ("damage", "what"),
     [
         (lambda f: f[:50], "without its header"),
-        (lambda f: f[:4] + b"\x02\x00" + f[6:], "protocol 2"),
+        (lambda f: f[:4] + b"\x03\x00" + f[6:], "protocol 3"),
         (lambda f: f[:6] + b"\x03\x00" + f[8:], "kind 3"),
         (lambda f: f[:-1], "3 tokens of 8 values, top-2"),
         (lambda f: f + b"\0\0\0\0", "3 tokens of 8 values, top-2"),
@@ -118,7 +118,7 @@ def test_damaged_steps_are_named(damage, what: str) -> None:  # type: ignore[no-
         (lambda f: [], "without a header"),
         (lambda f: [f[0][:5]], "without a header"),
         (lambda f: [b"HTTP" + f[0][4:], *f[1:]], "not a colibri-mp peer"),
-        (lambda f: [f[0][:4] + b"\x02\x00" + f[0][6:], *f[1:]], "protocol 2"),
+        (lambda f: [f[0][:4] + b"\x03\x00" + f[0][6:], *f[1:]], "protocol 3"),
         (lambda f: f[:1], "0 came"),
         (lambda f: [f[0][:-3], *f[1:]], "cannot be decoded"),
         (lambda f: [f[0], f[1][:-4], *f[2:]], "its shape is"),

@@ -188,10 +188,11 @@ def test_pages_come_on_first_use(opened: Opened, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(opened.segment, "reserve", lambda offset, nbytes: reserved.append((offset, nbytes)))
     layout = plan_layout(LAYERS)
     opened.use(2, [0])
-    assert reserved == [(layout.slabs_offsets[0], SLAB)]
+    start = layout.classes[0].slabs_offset
+    assert reserved == [(start, SLAB)]
     for expert in range(8):
         opened.use(2, [expert])
-    assert sorted(offset for offset, _ in reserved) == [layout.slabs_offsets[0] + n * SLAB for n in range(3)]
+    assert sorted(offset for offset, _ in reserved) == [start + n * SLAB for n in range(3)]
 
 
 def test_full_memory_undoes_the_acquire(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,15 @@
 """The compiled router and head against plain numpy, and their exactness."""
 
+from time import perf_counter
+
 import numpy as np
 import pytest
-from attention_cases import BF16, F32, Q4, Q8, random_matrix
+from attention_cases import BF16, F32, Q4, Q8, batch_of, make_block, random_matrix
 
 from colibri_mp.errors import CheckpointError
 from colibri_mp.formats import Encoding
 from colibri_mp.kernels import reference_attention as reference
+from colibri_mp.kernels.block import BlockStage
 from colibri_mp.kernels.head import HeadStage
 from colibri_mp.kernels.norm import rms_norm
 from colibri_mp.kernels.router import RouterStage
@@ -163,3 +166,34 @@ def test_rms_norm_equals_the_reference(width: int) -> None:
     rng = np.random.default_rng(width)
     x, weight = rng.standard_normal((5, width)).astype(np.float32), rng.standard_normal(width).astype(np.float32)
     assert np.allclose(rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_block_has_the_bits_of_attention_and_router(num_threads: int) -> None:
+    """One call for both gives what one after the other gives, for a batch and for a single row after it."""
+    block = make_block(encodings=dict.fromkeys("qkvo", Q4))
+    gate, table = random_matrix(np.random.default_rng(2), BF16, 12, HIDDEN), np.arange(2, dtype=np.int32)[None]
+    x, norm = block.rows(TOKENS), rows(3)[1]
+    alone, fused, kept = x.copy(), x.copy(), (block.cache(TOKENS), block.cache(TOKENS))
+    with ThreadTeam(num_threads) as team:
+        attention, router = block.stage(team), RouterStage(team, RouterSpec(12, 3, True), HIDDEN, 1e-6, TOKENS)
+        both = BlockStage(team, attention, router)
+        for some in (slice(0, TOKENS - 1), slice(TOKENS - 1, TOKENS)):
+            batch = batch_of([(position, 0) for position in range(*some.indices(TOKENS))], table)
+            attention(alone[some], block.weights, kept[0], 1, batch)
+            expected = [part.copy() for part in router(alone[some], norm, gate)]
+            results = both(fused[some], block.weights, kept[1], 1, batch, norm, gate)
+            for got, want in zip(results, expected, strict=True):
+                np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(fused, alone)
+
+
+def test_the_routers_turn_is_noted() -> None:
+    """The start of the first phase lies between the start and the end of the call, by the clock of `time.perf_counter`."""
+    (x, norm), gate = rows(1), random_matrix(np.random.default_rng(2), BF16, 40, HIDDEN)
+    with ThreadTeam(2) as team:
+        stage = RouterStage(team, RouterSpec(40, 6, True), HIDDEN, 1e-6, TOKENS)
+        for _ in range(3):
+            before = perf_counter()
+            stage(x, norm, gate)
+            assert before <= stage.started_s <= perf_counter()
