@@ -46,7 +46,7 @@ from colibri_mp.lossy import lossy_options, with_lossy_routing
 from colibri_mp.messages import Floats, PoolEvent, StepCounters
 from colibri_mp.models import load_model
 from colibri_mp.models.structure import DenseSpec, ModelSpec
-from colibri_mp.phases import ATTENTION, COMPUTE, ROUTE, StepClock
+from colibri_mp.phases import ATTENTION, COMPUTE, StepClock
 from colibri_mp.plan_terms import max_logit_rows
 from colibri_mp.planner import Plan, plan_now, split_slabs
 from colibri_mp.resident import ResidentLayer, load_resident
@@ -204,8 +204,7 @@ class Coordinator:
             return
         assert layer.gate is not None
         h, ids, weights = self._block(x, layer.attention, self.kv, layer_idx, batch, layer.mlp_norm, layer.gate)
-        clock.lap(ATTENTION, self._block.attention_ended_s)
-        clock.lap(ROUTE)
+        clock.lap_block(self._block.attention_ended_s)
         routed = self.supervisor.route(
             self._step,
             layer_idx,

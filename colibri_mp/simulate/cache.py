@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from colibri_mp.errors import TraceError
-from colibri_mp.simulate.policies import Belady, LeastRecent, Lfu, Lrfu, LruFreq, Policy
+from colibri_mp.simulate.policies import Belady, Lfu, Lrfu, LruFreq, Policy, PoolLru
 
 _HALF_LIFE_TOKENS = 16
 _LEARNING_SHARE = 0.1
@@ -34,11 +34,13 @@ class LayerCache:
     def visit(self, union: Sequence[int]) -> tuple[int, int]:
         """Use the experts of `union`; returns misses and evictions."""
         self._filling.difference_update(union)  # a miss as any other, in the slot that it has
-        awaited = self._loading.intersection(union)
-        self._loading -= awaited
+        num_awaited = len(self._loading)
+        if num_awaited:
+            self._loading.difference_update(union)
+            num_awaited -= len(self._loading)
         hold = self._hold if len(union) <= self._capacity(union) else self._hold_in_rounds
         misses, evictions = hold(union)
-        return misses + len(awaited), evictions
+        return misses + num_awaited, evictions
 
     def load(self, expert: int) -> None:
         """A read begins that ends with `pin`: it takes a slot, and a visit that needs the expert before waits for it."""
@@ -56,7 +58,7 @@ class LayerCache:
         self.load(expert)
         self._loading.discard(expert)
         if expert in self._policy:
-            self._policy.remove(expert)
+            self._policy.pop(expert)
             self._pinned.add(expert)
 
     def unpin(self, expert: int) -> None:
@@ -96,7 +98,7 @@ class LayerCache:
         loose = [e for e in union if e not in self._pinned] if self._pinned else union
         hits = [e for e in loose if e in policy]
         for expert in hits:
-            policy.remove(expert)
+            policy.pop(expert)
         num_evicted = self._make_room(len(loose))
         for expert in loose:
             policy.add(expert)
@@ -124,7 +126,7 @@ class BoundCache(LayerCache):
     def _hold_in_rounds(self, union: Sequence[int]) -> tuple[int, int]:
         hits = [e for e in union if e in self._policy]
         for expert in hits:
-            self._policy.remove(expert)
+            self._policy.pop(expert)
         for expert in union:
             self._policy.add(expert)
         return len(union) - len(hits), self._make_room(0)
@@ -137,7 +139,7 @@ class PinningCache(LayerCache):
     """
 
     def __init__(self, num_slots: int, floor: int, unions: Unions) -> None:
-        super().__init__(num_slots, LeastRecent())
+        super().__init__(num_slots, PoolLru())
         self._visits_to_learn = int(len(unions) * _LEARNING_SHARE)
         uses = Counter(expert for union in unions[: self._visits_to_learn] for expert in union)
         self._chosen = {expert for expert, _ in uses.most_common((num_slots - floor) // 2)}
@@ -164,7 +166,7 @@ class PolicyKind(NamedTuple):
 
 
 POLICIES = {
-    "lru": PolicyKind("least recently used; the pool's own", lambda _, slots, __: LayerCache(slots, LeastRecent())),
+    "lru": PolicyKind("least recently used; the pool's own", lambda _, slots, __: LayerCache(slots, PoolLru())),
     "lfu": PolicyKind("least uses since the start", lambda _, slots, __: LayerCache(slots, Lfu())),
     "lru-freq": PolicyKind("frequency x recency", lambda _, slots, __: LayerCache(slots, LruFreq())),
     "lrfu": PolicyKind(

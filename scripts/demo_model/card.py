@@ -66,7 +66,8 @@ in 1817, Melville in 1891):
 ```
 
 The schedule goes by steps (warm-up, constant, then 1 - sqrt over the last {decay_steps}; a run that goes on from a finished one
-starts at the full rate again), and each batch depends on the seed and the step alone. Batches draw the kind by the square root of its size; half the windows begin at a sample.
+starts at the full rate again), and each batch depends on the seed and the step alone. Batches draw the kind by the square root
+of its size; half the windows begin at a sample.
 The shipped run was stopped and resumed on the way, which changes nothing: threads split the work in a fixed manner and a
 resumed run takes the same steps.
 

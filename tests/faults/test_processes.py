@@ -13,6 +13,8 @@ import pytest
 
 from colibri_mp import Cluster, rundir
 from colibri_mp.errors import ColibriError, CoordinatorDied, WorkerDied
+from colibri_mp.simulate.grid import simulate
+from colibri_mp.trace import read_trace
 
 MODEL = Path(__file__).parents[1] / "golden" / "tiny" / "qwen3_moe"
 SETTINGS = {"num_workers": 2, "num_threads": 1, "ctx": 512}
@@ -103,6 +105,23 @@ def test_coordinator_killed(run_folder: Path, capfd: pytest.CaptureFixture[str])
         assert time.monotonic() - died < NOTICE_S
         nothing_left(processes, run_folder)
     assert capfd.readouterr().err == ""
+
+
+def test_trace_of_a_killed_run_is_readable(run_folder: Path, tmp_path: Path) -> None:
+    """SIGKILL of the coordinator in the middle of an answer loses the last moments of the trace; the rest is simulated exactly."""
+    path = tmp_path / "trace"
+    with Cluster.launch("demo", ctx=2048, num_threads=1, num_workers=1, slots=4, trace=str(path)) as cluster:
+        pid = cluster.stats()["pid"]
+        processes = family(pid)
+        events = cluster.events([5, 6, 7], max_tokens=2000, temperature=0.0, ignore_eos=True)
+        next(events)
+        empty = path.stat().st_size
+        wait_until(lambda: bool(next(events)) and path.stat().st_size > empty + 10_000, 60.0, "steps in the trace")
+        os.kill(pid, signal.SIGKILL)
+        nothing_left(processes, run_folder)
+    made = simulate(read_trace(path), [], ["lru"], None, lambda _: None)
+    assert made.as_run.is_exact
+    assert made.as_run.decode_tokens > 10
 
 
 def test_attached_client_notices_the_coordinators_death(run_folder: Path) -> None:

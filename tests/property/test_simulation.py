@@ -2,8 +2,10 @@
 
 import secrets
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from itertools import combinations
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,9 +14,9 @@ from colibri_mp.shm.layout import LayerSlots, pool_bytes
 from colibri_mp.shm.pool import ExpertPool
 from colibri_mp.shm.segment import Segment, segment_name
 from colibri_mp.simulate.cache import POLICIES, LayerCache
-from colibri_mp.simulate.policies import LeastRecent
+from colibri_mp.simulate.policies import PoolLru
 
-NUM_EXPERTS = 10
+LAYER, NUM_EXPERTS, SLAB_BYTES = 3, 10, 4096
 
 
 def unions_of(num_experts: int, most: int, longest: int) -> st.SearchStrategy[list[list[int]]]:
@@ -27,26 +29,92 @@ def unions_of(num_experts: int, most: int, longest: int) -> st.SearchStrategy[li
 @given(unions_of(NUM_EXPERTS, NUM_EXPERTS, 40), st.integers(1, NUM_EXPERTS))
 def test_lru_is_the_pool(unions: list[list[int]], num_slots: int) -> None:
     """Misses and evictions of every visit are those of `ExpertPool` on a segment, rounds included."""
-    slots = (LayerSlots(3, NUM_EXPERTS, num_slots, 4096),)
-    simulated = LayerCache(num_slots, LeastRecent())
-    with Segment.create(segment_name(secrets.token_hex(4), 0), pool_bytes(slots)) as segment:
-        pool = ExpertPool(segment, slots, "a" * 64)
+    with both(num_slots, floor=1) as pair:
         for union in unions:
-            assert simulated.visit(union) == visit_pool(pool, union)
+            pair.visit(union)
+
+
+OPERATIONS = st.one_of(
+    st.tuples(st.just("visit"), st.sets(st.integers(0, NUM_EXPERTS - 1), min_size=1).map(sorted)),
+    st.tuples(st.sampled_from(["pin", "unpin", "load", "land", "fail"]), st.integers(0, NUM_EXPERTS - 1)),
+    st.tuples(st.just("resize"), st.integers(1, NUM_EXPERTS)),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(OPERATIONS, min_size=1, max_size=60), st.integers(2, NUM_EXPERTS))
+def test_pins_and_sizes_are_the_pools(operations: list[tuple[str, Any]], num_slots: int) -> None:
+    """The same with the events of a trace between the visits: reads for pins that land or fail, pins, and sizes."""
+    with both(num_slots, floor=2) as pair:
+        for name, value in operations:
+            getattr(pair, name)(value)
+
+
+class Both:
+    """A pool of one layer and its simulation: each method does the same to the two, and `visit` compares."""
+
+    def __init__(self, pool: ExpertPool, num_slots: int) -> None:
+        self.pool, self.simulated = pool, LayerCache(num_slots, PoolLru())
+        self.reads: dict[int, tuple[int, int]] = {}  # expert -> slot and generation of the read for its pin
+
+    def visit(self, union: list[int]) -> None:
+        """As a worker makes it: what is under way is waited for."""
+        misses = evictions = 0
+        for part in self.pool.rounds(LAYER, union):
+            held = self.pool.acquire(LAYER, part)
+            for expert in held.pending:
+                self.pool.mark_ready(*self.reads.pop(expert))
+            for slot, generation in zip(held.miss_slots, held.generations, strict=True):
+                self.pool.mark_ready(slot, generation)
+            self.pool.release(held)
+            misses += len(held.misses) + len(held.pending)
+            evictions += held.num_evicted
+        assert self.simulated.visit(union) == (misses, evictions)
+
+    def pin(self, expert: int) -> None:
+        if self.pool.pin(LAYER, expert):
+            self.simulated.pin(expert)
+
+    def unpin(self, expert: int) -> None:
+        if expert not in self.reads and expert in self.pool.pinned(LAYER):
+            self.pool.unpin(LAYER, expert)
+            self.simulated.unpin(expert)
+
+    def load(self, expert: int) -> None:
+        read = self.pool.load_pinned(LAYER, expert)
+        if read is not None:
+            self.reads[expert] = read
+            self.simulated.load(expert)
+
+    def land(self, _: int) -> None:
+        if self.reads:
+            expert, read = self.reads.popitem()
+            self.pool.mark_ready(*read)
+            self.simulated.pin(expert)
+
+    def fail(self, _: int) -> None:
+        if self.reads:
+            expert, read = self.reads.popitem()
+            self.pool.fail(*read)
+            self.simulated.drop(expert)
+
+    def resize(self, num_slots: int) -> None:
+        before = self.pool.pinned(LAYER)
+        usable = self.pool.resize(num_slots * SLAB_BYTES) // SLAB_BYTES
+        for expert in set(before).difference(self.pool.pinned(LAYER)):
+            self.simulated.drop(expert)
+        self.simulated.resize(usable)
+
+
+@contextmanager
+def both(num_slots: int, floor: int) -> Iterator[Both]:
+    """A fresh pool on a segment, and its simulation."""
+    slots = (LayerSlots(LAYER, NUM_EXPERTS, num_slots, SLAB_BYTES),)
+    with Segment.create(segment_name(secrets.token_hex(4), 0), pool_bytes(slots)) as segment:
+        pool = ExpertPool(segment, slots, "a" * 64, floor=floor)
+        yield Both(pool, num_slots)
+        pool.check_integrity()
         pool.close()
-
-
-def visit_pool(pool: ExpertPool, union: list[int]) -> tuple[int, int]:
-    """One visit as a worker makes it."""
-    misses = evictions = 0
-    for part in pool.rounds(3, union):
-        held = pool.acquire(3, part)
-        for slot, generation in zip(held.miss_slots, held.generations, strict=True):
-            pool.mark_ready(slot, generation)
-        pool.release(held)
-        misses += len(held.misses)
-        evictions += held.num_evicted
-    return misses, evictions
 
 
 @settings(max_examples=300, deadline=None)
