@@ -199,15 +199,16 @@ def _quantise(values: Any, bits: int, steps: Any, weight: Any, results: Any) -> 
             _store_codes(tile, lane, bits, weight[first + lane])
 
 
-def quantise(values: Floats, bits: int, group_size: int) -> Quantised:
+def quantise(values: Floats, bits: int, group_size: int, steps: Floats = STEPS) -> Quantised:
     """Quantise float32 [rows, cols] to affine groups with bf16 scales; releases the GIL. bits: 4 or 8; cols: a multiple of the group.
 
+    steps float32 [rounds, steps of an end], as shares of a group's range; without rounds it is plain rounding.
     Values that are not finite give no usable codes; `squared_values` then is not finite either.
     """
     assert bits in (4, 8), f"{bits} bits"
     groups = np.ascontiguousarray(values, np.float32).reshape(-1, group_size)
     weight = np.empty((len(groups), group_size * bits // 8), np.uint8)
     results = np.empty((5, len(groups)), np.float32)
-    _quantise(groups, bits, STEPS, weight, results)
+    _quantise(groups, bits, steps, weight, results)
     scales, biases = ((results[i].view(np.uint32) >> 16).astype("<u2").view(np.uint8) for i in range(2))
     return Quantised(weight.reshape(-1), scales, biases, *results[2:])

@@ -157,16 +157,19 @@ def quantise(values: Floats, bits: int, group_size: int, steps: Floats) -> tuple
 
 def _codes(groups: Floats, scale: Floats, bias: Floats, top: np.float32) -> Floats:
     inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > np.float32(1e-36))
-    return np.rint(np.clip((groups - bias[:, None]) * inverse[:, None], 0, top))
+    codes: Floats = np.rint(np.clip((groups - bias[:, None]) * inverse[:, None], 0, top))
+    return codes
 
 
 def _least_squares(groups: Floats, scale: Floats, bias: Floats, top: np.float32) -> tuple[Floats, Floats]:
-    codes, count = _codes(groups, scale, bias, top), np.float32(groups.shape[1])
+    codes = _codes(groups, scale, bias, top)
+    count = np.full_like(scale, groups.shape[1])
     sum_c, sum_cc, sum_v, sum_cv = map(_ordered_sum, (codes, codes * codes, groups, codes * groups))
     spread = count * sum_cc - sum_c * sum_c
-    slope = np.divide(count * sum_cv - sum_c * sum_v, spread, out=scale.copy(), where=spread > 0)
-    low = (sum_v - slope * sum_c) / count
-    return low, low + slope * top
+    slope: Floats = np.divide(count * sum_cv - sum_c * sum_v, spread, out=scale.copy(), where=spread > 0)
+    low: Floats = np.divide(sum_v - slope * sum_c, count, dtype=np.float32)
+    high: Floats = low + slope * top
+    return low, high
 
 
 def _ordered_sum(groups: Floats) -> Floats:

@@ -84,21 +84,21 @@ class PartialFile:
         """
         self._path = path
         self._partial = path.with_name(path.name + PARTIAL_SUFFIX)
-        with self._explained():
+        with explained(self._path):
             self._fd = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         self._is_direct = direct and _set_direct(self._fd, True)
 
     def write(self, data: Bytes, offset: int) -> None:
         """Write all of `data` at `offset`. Raises `WriteError`."""
         left = data.data
-        with self._explained():
+        with explained(self._path):
             while left:
                 count = self._write_some(left, offset)
                 left, offset = left[count:], offset + count
 
     def commit(self) -> None:
         """Bring the file to the disk and give it its name. Raises `WriteError`."""
-        with self._explained():
+        with explained(self._path):
             os.fsync(self._fd)
             self._partial.rename(self._path)
             sync_folder(self._path.parent)
@@ -119,15 +119,17 @@ class PartialFile:
         self._is_direct = _set_direct(self._fd, False)  # some file systems refuse direct writes only now
         return os.pwrite(self._fd, data, offset)
 
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise WriteError(
-                f"{self._path}: cannot be written: {error.strerror or error}. What is finished is kept: remove the "
-                "cause (make room, if the disk is full) and run the same command again"
-            ) from error
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """What the system refuses in the block becomes a `WriteError` about `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise WriteError(
+            f"{path}: cannot be written: {error.strerror or error}. What is finished is kept: remove the cause (make "
+            "room, if the disk is full) and run the same command again"
+        ) from error
 
 
 def write_whole(path: Path, content: bytes) -> None:

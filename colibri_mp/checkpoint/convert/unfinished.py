@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from colibri_mp.checkpoint.container import UNFINISHED_NAME, Marker
-from colibri_mp.checkpoint.convert.files import PARTIAL_SUFFIX, sync_folder
+from colibri_mp.checkpoint.convert.files import PARTIAL_SUFFIX, explained
 from colibri_mp.checkpoint.convert.plan import Plan
 from colibri_mp.config import format_size
 from colibri_mp.errors import ConfigError, WriteError
@@ -36,27 +36,25 @@ def claimed(folder: Path, plan: Plan) -> Iterator[None]:
     """
     _refuse_foreign(folder, plan.marker)
     _refuse_full_disk(folder, sum(job.file_bytes for job in plan.jobs if not (folder / job.name).exists()))
-    try:
+    with explained(folder / UNFINISHED_NAME):
         folder.mkdir(parents=True, exist_ok=True)
         fd = os.open(folder / UNFINISHED_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise WriteError(f"{folder}: cannot be made or written: {error.strerror}; give another folder") from error
     try:
         _lock(folder, fd)
-        if not os.fstat(fd).st_size:
-            os.write(fd, msgspec.json.encode(plan.marker))
-            os.fsync(fd)
-        for partial in folder.glob(f"*{PARTIAL_SUFFIX}"):
-            partial.unlink()
+        with explained(folder / UNFINISHED_NAME):
+            if not os.fstat(fd).st_size:
+                os.write(fd, msgspec.json.encode(plan.marker))
+                os.fsync(fd)
+            for partial in folder.glob(f"*{PARTIAL_SUFFIX}"):
+                partial.unlink()
         yield
     finally:
         os.close(fd)
 
 
 def release(folder: Path) -> None:
-    """The conversion is finished."""
+    """The conversion is finished. Should the system go down now and forget this, the next run verifies once more."""
     (folder / UNFINISHED_NAME).unlink()
-    sync_folder(folder)
 
 
 def is_unfinished(folder: Path) -> bool:
