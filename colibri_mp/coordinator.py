@@ -56,9 +56,10 @@ from colibri_mp.shm.layout import LayerSlots, pool_bytes
 from colibri_mp.shm.segment import Segment, segment_name
 from colibri_mp.shm.view import PoolView
 from colibri_mp.supervisor import Supervisor
-from colibri_mp.tiers import Tiers
+from colibri_mp.tiers import Tiers, open_usage
 from colibri_mp.trace import EVENTS
 from colibri_mp.trace_writer import NoTrace, TraceWriter, open_trace
+from colibri_mp.usage import Usage
 from colibri_mp.workers.copies import Copy
 from colibri_mp.workers.core import WorkerConfig
 
@@ -71,7 +72,8 @@ class Coordinator:
 
     def __init__(
         self, checkpoint: Checkpoint, model: ModelSpec, plan: Plan, config: LaunchConfig, supervisor: Supervisor,
-        team: ThreadTeam, should_stop: Callable[[], bool], trace: TraceWriter | NoTrace,
+        team: ThreadTeam, should_stop: Callable[[], bool], trace: TraceWriter | NoTrace, usage: Usage,
+        lone_team: ThreadTeam,
     ) -> None:  # fmt: skip
         self.checkpoint = checkpoint
         self.model = model
@@ -85,7 +87,7 @@ class Coordinator:
         self.max_logit_rows = max_logit_rows(model.vocab_size, plan.prefill_chunk)
         self.clock = StepClock(len(model.layers))
         self.trace = trace
-        self.tiers = Tiers(config, model, plan, checkpoint.fingerprint, self.weights.layers, supervisor)
+        self.tiers = Tiers(config, model, plan, usage, self.weights.layers, supervisor, lone_team)
         self.lossy: tuple[str, ...] = ()
         self._should_stop = should_stop
         self._team = team
@@ -120,6 +122,7 @@ class Coordinator:
         published = load_model(checkpoint)
         model, lossy = with_lossy_routing(published, config), lossy_options(published, config)
         plan = plan_now(checkpoint, model, config)
+        usage = open_usage(model, config.usage, checkpoint.fingerprint)
         compile_kernels(encodings_of(model), config.planes, progress, should_stop)
         experts = with_checksums(model.expert_layers, checkpoint.fingerprint)
         copies = choose_copies(checkpoint, experts, config, expert_memory(experts, plan), progress)
@@ -136,7 +139,8 @@ class Coordinator:
         supervisor.start(workers)
         progress(f"loading {checkpoint.path.name}")
         team = stack.enter_context(ThreadTeam(plan.num_threads))
-        coordinator = cls(checkpoint, model, plan, config, supervisor, team, should_stop, trace)
+        lone_team = stack.enter_context(ThreadTeam(1))
+        coordinator = cls(checkpoint, model, plan, config, supervisor, team, should_stop, trace, usage, lone_team)
         coordinator.lossy = lossy
         supervisor.on_pool_event = coordinator.add_event
         supervisor.wait_ready(_READY_TIMEOUT_S)

@@ -74,6 +74,7 @@ class Trial:
             return
         if num_rows != self._num_rows:
             self._begin(num_rows)
+            return
         self._seconds[self.is_on].append(seconds)
         if len(self._seconds[self.is_on]) % self._block == 0:
             self.is_on = not self.is_on

@@ -30,21 +30,26 @@ _log = logging.getLogger(__name__)
 _SUMS = ("issued", "promoted", "late", "dropped", "failed", "wasted_bytes", "missed_dropped", "missed_unpredicted")
 
 
+def open_usage(model: ModelSpec, setting: str, fingerprint: str) -> Usage:
+    """The usage of earlier runs, as `--usage` says.
+
+    Raises:
+        ConfigError: its file is not one of this model.
+    """
+    num_experts = {experts.layer: experts.num_experts for experts in model.expert_layers}
+    return Usage(num_experts, usage_path(setting, fingerprint))
+
+
 class Tiers:
     """See the module docstring. One thread calls it, but for `describe`."""
 
     def __init__(
-        self, config: LaunchConfig, model: ModelSpec, plan: Plan, fingerprint: str, layers: Sequence[ResidentLayer],
-        supervisor: Supervisor,
+        self, config: LaunchConfig, model: ModelSpec, plan: Plan, usage: Usage, layers: Sequence[ResidentLayer],
+        supervisor: Supervisor, team: ThreadTeam,
     ) -> None:  # fmt: skip
-        """Read the usage of earlier runs.
-
-        Raises:
-            ConfigError: the file of `--usage` is not one of this model.
-        """
-        num_experts = {experts.layer: experts.num_experts for experts in model.expert_layers}
-        self.usage = Usage(num_experts, usage_path(config.usage, fingerprint))
-        self.lookahead = self._make_lookahead(config, model, plan, layers, supervisor)
+        """`team`: for predictions, which are made while the workers use the machine: one thread."""
+        self.usage = usage
+        self.lookahead = self._make_lookahead(config, model, plan, layers, supervisor, team)
         self.pools: list[PoolView] = []
         self._config, self._plan, self._supervisor = config, plan, supervisor
         self._floor = model.router.top_k
@@ -55,8 +60,9 @@ class Tiers:
 
     @staticmethod
     def _make_lookahead(
-        config: LaunchConfig, model: ModelSpec, plan: Plan, layers: Sequence[ResidentLayer], supervisor: Supervisor
-    ) -> Lookahead | None:
+        config: LaunchConfig, model: ModelSpec, plan: Plan, layers: Sequence[ResidentLayer], supervisor: Supervisor,
+        team: ThreadTeam,
+    ) -> Lookahead | None:  # fmt: skip
         """None where nothing would come of it: switched off, or no staging, as where every expert is in memory."""
         has_staging = any(share.num_staging for share in plan.workers)
         if config.lookahead == "off" or (config.lookahead != "measure" and not has_staging):
@@ -64,7 +70,7 @@ class Tiers:
         send = supervisor.hint if config.lookahead != "measure" else None
         width, distance = config.lookahead_width, config.lookahead_distance
         trial = Trial() if config.lookahead == "auto" else None
-        return Lookahead(ThreadTeam(1), model, layers, width, distance, send, trial)
+        return Lookahead(team, model, layers, width, distance, send, trial)
 
     # -- launch --------------------------------------------------------------------------------------------------------
 
