@@ -63,7 +63,7 @@ class Model:
 @contextmanager
 def running(config: WorkerConfig) -> Iterator[Worker]:
     """A worker with a fresh pool; checks the pool at the end and removes everything."""
-    with Segment.create(config.segment_name, pool_bytes(config.slots)):
+    with Segment.create(config.segment_name, pool_bytes(config.slots, config.staging)):
         worker = Worker(config)
         try:
             yield worker
