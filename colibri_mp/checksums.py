@@ -72,7 +72,7 @@ def load(fingerprint: str) -> Sums:
         with np.load(path, allow_pickle=False) as file:
             layout = str(file["layout"])
             sums = {int(name.removeprefix("layer_")): file[name] for name in file.files if name != "layout"}
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise _unusable(path, str(error)) from error

@@ -82,14 +82,14 @@ class TraceError(ColibriError):
     """A route trace that cannot be read, or that is no trace."""
 
     kind = "trace"
-    exit_code = 12
+    exit_code = 11
 
 
 class WriteError(ColibriError):
     """A file cannot be written: a full disk, no permission, or what was written cannot be read back."""
 
     kind = "write"
-    exit_code = 11
+    exit_code = 12
 
 
 def _all_classes(root: type[ColibriError]) -> list[type[ColibriError]]:

@@ -30,7 +30,6 @@ from colibri_mp.shm.segment import free_shm_bytes
 
 ALLOWANCE = 0.02  # of all other terms: allocator slack, page tables, message queues
 SYSTEM_SHARE = 0.15  # of the available memory that "auto" leaves to the system and its page cache, at least
-_MOST_STAGING = 1024  # slots that tables are counted for
 _AUTO_CTX_TOKENS = 4096
 _LEAST_AUTO_CTX_TOKENS = 512
 _AUTO_CTX_SHARE = 0.125  # of the budget: what "auto" spends on KV at most,
@@ -174,8 +173,17 @@ class _Draft:
     def pool_table_bytes(self) -> int:
         """What the pools take beside their slabs, at most."""
         return sum(
-            _table_bytes(group, sum(demand.num_experts for demand in group) + _MOST_STAGING) for group in self.demands
+            _table_bytes(group, sum(demand.num_experts for demand in group) + self.num_staging * len(group))
+            for group in self.demands
         )
+
+    @property
+    def num_staging(self) -> int:
+        """Slots of each slab size for reads ahead, where there are any."""
+        config = self.config
+        if config.lookahead in ("off", "measure"):
+            return 0
+        return (config.lookahead_width or self.model.router.top_k) * config.lookahead_distance
 
     @property
     def floor_bytes(self) -> int:
@@ -317,14 +325,10 @@ def _within_shm(draft: _Draft, slab_budget: int, free: int | None) -> tuple[int,
 
 def _num_staging(draft: _Draft, slab_budget: int) -> int:
     """Slots of each slab size and worker for reads ahead; none where every expert fits, or only the floor does."""
-    config, top_k = draft.config, draft.model.router.top_k
-    if config.lookahead in ("off", "measure"):
-        return 0
     wanted = sum(demand.num_experts * demand.slab_bytes for group in draft.demands for demand in group)
     everything = sum(layer.num_experts * layer.shape.slab_bytes for group in draft.groups for layer in group)
-    count = (config.lookahead_width or top_k) * config.lookahead_distance
-    left = slab_budget - count * sum(map(_class_bytes, draft.demands))
-    return count if draft.floor_bytes <= left and min(slab_budget, wanted) < everything else 0
+    left = slab_budget - draft.num_staging * sum(map(_class_bytes, draft.demands))
+    return draft.num_staging if draft.floor_bytes <= left and min(slab_budget, wanted) < everything else 0
 
 
 def _class_bytes(demands: Sequence[LayerDemand]) -> int:

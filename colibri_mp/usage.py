@@ -100,10 +100,10 @@ class Usage:
         counts = self._zeros()
         try:
             text = path.read_text("ascii")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return counts
         except (OSError, ValueError) as error:
-            raise ConfigError(f"--usage {path}: cannot be read: {error}") from error
+            raise ConfigError(f"--usage {path}: cannot be read: {error}; give another, or off") from error
         for number, line in enumerate(text.splitlines(), 1):
             if line.startswith("#"):
                 continue

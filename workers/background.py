@@ -23,6 +23,9 @@ StartRead = Callable[[int, int, int, int], None]
 """(layer, expert, slot, generation): begin a background read into the slot."""
 
 
+_NONE: set[int] = set()
+
+
 @dataclass(slots=True)
 class Misses:
     """The misses of steps for which hints had come: what the prediction did for them."""
@@ -57,6 +60,10 @@ class Background:
     def num_waiting(self) -> int:
         """Wishes that are not in memory yet."""
         return len(self._wishes) + len(self._kept)
+
+    def under_way(self, layer: int) -> set[int]:
+        """The experts of a layer that are being read for wishes."""
+        return {wish.expert for wish, _ in self._kept.values() if wish.layer == layer} if self._kept else _NONE
 
     # ── hints ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -89,10 +89,11 @@ class _Tally:
         self.hits = self.misses = self.promoted = self.evictions = 0
         self.wait, self.compute = _Stopwatch(), _Stopwatch()
 
-    def add(self, held: Held) -> None:
-        """Count what a round has acquired."""
-        self.hits += len(held.hits) - held.num_promoted + held.num_late
-        self.misses += len(held.misses) + len(held.pending) - held.num_late
+    def add(self, held: Held, under_way: set[int]) -> None:
+        """Count what a round has acquired; what was `under_way` when the step began is a miss, though it may have come by now."""
+        num_come = len(under_way.intersection(held.hits))
+        self.hits += len(held.hits) - held.num_promoted + held.num_late - num_come
+        self.misses += len(held.misses) + len(held.pending) - held.num_late + num_come
         self.promoted += held.num_promoted
         self.evictions += held.num_evicted
 
@@ -139,6 +140,7 @@ class Worker:
             self._resources = stack.pop_all()
         self._reads: dict[int, int] = {}  # slot -> generation of the read that fills it
         self._held: Held | None = None  # what the last round acquired, until `settle`
+        self._under_way: set[int] = set()  # experts that were being read for wishes when the step began
         self._bytes_read = 0  # since the last step
         self._told_busy_s = 0.0  # the disk's busy time that steps have reported
         self._reported, self._reported_at = PoolReport(config.worker_id), 0.0
@@ -159,7 +161,8 @@ class Worker:
     ) -> StepCounters:
         """Routed sum of a batch: x [T, D], ids [T, K] (< 0: not routed), weights [T, K] -> out [T, D], overwritten.
 
-        `before_compute` is called when the step's own reads have been started: the moment to take in hints.
+        `before_compute` is called when the step's own reads have been started: the moment to say what had happened before it,
+        and to take in hints.
 
         The experts of the last round stay in use until `settle`, which the next step calls if nobody else has: between
         two layers every microsecond counts, and that bookkeeping can wait until the answer is on its way.
@@ -169,6 +172,7 @@ class Worker:
         """
         self.settle()
         self._check_arrays(layer, x, ids, weights, out)
+        self._under_way = self._background.under_way(layer)
         stage, tally = self._stages[layer], _Tally()
         rounds = self._pool.rounds(layer, _union(ids, self._layers[layer])) or [[]]
         held = self._acquire(layer, rounds[0], tally)
@@ -292,7 +296,7 @@ class Worker:
         """Slots for the experts of one round; those of the round before are let go first."""
         self.settle()
         self._held = held = self._pool.acquire(layer, experts)
-        tally.add(held)
+        tally.add(held, self._under_way)
         if self._audit is not None:
             self._audit.check(held.layer, held.hits, [self._pool.slab_view(slot) for slot in held.hit_slots])
         return held

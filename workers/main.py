@@ -68,8 +68,7 @@ def _loop(worker: Worker, link: Link) -> None:
             case Stop():
                 return
             case Route():
-                _report(worker, link)
-                link.send(_answer(worker, message, inbox.take_hints if worker.config.staging else None))
+                link.send(_answer(worker, message, inbox.look_beside))
                 worker.settle()  # while the coordinator goes on with the next layer
             case Keep(wishes=wishes, let_go=let_go):
                 worker.keep(wishes, let_go)
@@ -105,8 +104,11 @@ class _Inbox:
         self._worker.expect_step()
         return self._receive()
 
-    def take_hints(self) -> None:
-        """Take the hints that have come; other messages wait for `next`."""
+    def look_beside(self) -> None:
+        """In a step, before it computes: report what happened before it, and take the hints that have come; the rest waits for `next`."""
+        _report(self._worker, self._link)
+        if not self._worker.config.staging:
+            return
         while (message := self._receive()) is not None:
             if not isinstance(message, Hint):
                 self._waiting.append(message)
@@ -123,10 +125,10 @@ def _report(worker: Worker, link: Link) -> None:
         link.send(report)
 
 
-def _answer(worker: Worker, route: Route, take_hints: Callable[[], None] | None) -> Routed | Failed:
+def _answer(worker: Worker, route: Route, look_beside: Callable[[], None]) -> Routed | Failed:
     y = np.empty_like(route.x)
     try:
-        counters = worker.step(route.layer, route.x, route.ids, route.weights, y, take_hints)
+        counters = worker.step(route.layer, route.x, route.ids, route.weights, y, look_beside)
     except Exception as error:
         return _failure(route.step, error)
     return Routed(route.step, route.layer, y, counters)

@@ -67,7 +67,7 @@ def open_streamer(
 def read_all(streamer: Streamer, experts: ExpertBytes) -> tuple[list[Bytes], list[Landed]]:
     """Read every expert at once; slabs by expert, completions in the order of landing."""
     size = experts.expert_layer().shape.slab_bytes
-    slabs = [np.full(size, 0xAA, np.uint8) for _ in range(len(experts.ids))]
+    slabs = [np.full(size, 0xAA, np.uint8) for _ in range(experts.num_experts)]
     return slabs, submit_all(streamer, experts.layer, slabs)
 
 
