@@ -101,7 +101,6 @@ class _SourceFiles:
     """The source's files, open, and as they were when they were opened."""
 
     def __init__(self, checkpoint: Checkpoint, stack: contextlib.ExitStack) -> None:
-        self._checkpoint = checkpoint
         try:
             self._files = [stack.enter_context(path.open("rb", buffering=0)) for path in checkpoint.files]
         except OSError as error:

@@ -111,7 +111,8 @@ def _partial_files(folder: Path) -> list[Path]:
 def _lock(folder: Path, fd: int) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ConfigError(
-            f"{folder}: another process is converting into it: wait for it, or give another folder"
-        ) from error
+        is_ours = os.fstat(fd).st_nlink > 0  # a process that has just finished removed the file under our eyes
+    except BlockingIOError:
+        is_ours = False
+    if not is_ours:
+        raise ConfigError(f"{folder}: another process is converting into it: wait for it, or give another folder")
