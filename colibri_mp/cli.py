@@ -183,8 +183,8 @@ def convert(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from colibri_mp.checkpoint.convert import Options, convert, is_unfinished
+    from colibri_mp.checkpoint.convert.report import ConversionProgress, print_conversion
     from colibri_mp.checkpoint.hub import resolve
-    from colibri_mp.report import ConversionProgress, print_conversion
 
     options = Options.of(args.bits, args.group_size)
     folder = Path(args.destination)
@@ -235,9 +235,13 @@ def _parser() -> Parser:
         verb_parser = _verb(verbs, name, function, as_json=name == "status")
         verb_parser.add_argument("--name", default="", metavar="NAME", help="name of the cluster (default: 'default')")
     _verb(verbs, "plan", plan, cluster=True, as_json=True)
+    _add_convert(verbs)
+    return parser
 
-    convert_parser = _verb(verbs, "convert", convert, as_json=True)
-    add = convert_parser.add_argument
+
+def _add_convert(verbs: Any) -> None:
+    parser = _verb(verbs, "convert", convert, as_json=True)
+    add = parser.add_argument
     add("source", metavar="SRC", help="what to convert: a folder, a Hugging Face id (org/name), or 'demo'")
     add("destination", metavar="DST", help="folder to make; an interrupted conversion goes on where it was")
     add(
@@ -246,7 +250,6 @@ def _parser() -> Parser:
         help="quantise experts that are stored wider (lossy); mixed: gate and up 4, down 8 (default: keep what is stored)",
     )
     add("--group-size", type=int, choices=(32, 64), help="weights that share a scale, with --bits (default: 64)")
-    return parser
 
 
 def _verb(

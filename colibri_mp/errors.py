@@ -82,7 +82,7 @@ class WriteError(ColibriError):
     """A file cannot be written: a full disk, no permission, or what was written cannot be read back."""
 
     kind = "write"
-    exit_code = 11
+    exit_code = 12
 
 
 def _all_classes(root: type[ColibriError]) -> list[type[ColibriError]]:
