@@ -242,8 +242,8 @@ def convert(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from colibri_mp.checkpoint.convert import Options, convert, is_unfinished
+    from colibri_mp.checkpoint.convert.report import ConversionProgress, print_conversion
     from colibri_mp.checkpoint.hub import resolve
-    from colibri_mp.report import ConversionProgress, print_conversion
 
     options = Options.of(args.bits, args.group_size)
     folder = Path(args.destination)
@@ -298,9 +298,13 @@ def _parser() -> Parser:
 
     checksum_parser = _verb(verbs, "checksum", checksum, as_json=True)
     checksum_parser.add_argument("model", metavar="MODEL", help="model folder, or Hugging Face id (org/name)")
+    _add_convert(verbs)
+    return parser
 
-    convert_parser = _verb(verbs, "convert", convert, as_json=True)
-    add = convert_parser.add_argument
+
+def _add_convert(verbs: Any) -> None:
+    parser = _verb(verbs, "convert", convert, as_json=True)
+    add = parser.add_argument
     add("source", metavar="SRC", help="what to convert: a folder, a Hugging Face id (org/name), or 'demo'")
     add("destination", metavar="DST", help="folder to make; an interrupted conversion goes on where it was")
     add(
@@ -309,7 +313,6 @@ def _parser() -> Parser:
         help="quantise experts that are stored wider (lossy); mixed: gate and up 4, down 8 (default: keep what is stored)",
     )
     add("--group-size", type=int, choices=(32, 64), help="weights that share a scale, with --bits (default: 64)")
-    return parser
 
 
 def _add_simulate(verbs: Any) -> None:

@@ -137,7 +137,7 @@ def test_disk_that_fills_up(tmp_path: Path) -> None:
         "from colibri_mp.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     command = f'{sys.executable} -c "{optimist}" convert {source} {disk / "out"}'
-    script = f"mount -t tmpfs -o size=6M tmpfs {disk} && {command}; test $? = 11 && mount -o remount,size=40M {disk} && {command}"
+    script = f"mount -t tmpfs -o size=6M tmpfs {disk} && {command}; test $? = 12 && mount -o remount,size=40M {disk} && {command}"
     done = subprocess.run(["unshare", "--mount", "sh", "-c", script], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "experts-00002.safetensors: cannot be written: No space left on device" in done.stderr

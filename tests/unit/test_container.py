@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from checkpoint_cases import FIXTURE_IDS, FIXTURES, edit_json, fixture, read_file, write_file
 from conversion import made, packed_slab
 from safetensors import safe_open
@@ -66,7 +67,10 @@ def test_same_model_in_another_layout(source: Path, tmp_path: Path) -> None:
         assert (packed.gate, packed.up, packed.down) == (layer.gate, layer.up, layer.down)
         for expert in range(layer.num_experts):
             place = int(packed.file_idx[expert, 0]), int(packed.offset[expert, 0]), int(packed.piece_bytes[0])
-            np.testing.assert_array_equal(after.read(*place), packed_slab(before, layer, expert))
+            slab = packed_slab(before, layer, expert)
+            np.testing.assert_array_equal(after.read(*place), slab)
+            assert packed.checksums is not None
+            assert packed.checksums[expert] == xxhash.xxh3_64_intdigest(slab)
     for name, info in after.tensors.items():
         if info.file_idx == 0:
             stored = before.tensors[name]

@@ -7,9 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -24,6 +26,7 @@ from colibri_mp.checkpoint.container import LayerHeader
 from colibri_mp.checkpoint.convert import Options, conversion, files, slabs
 from colibri_mp.checkpoint.convert.files import Entry, header_block, header_room
 from colibri_mp.checkpoint.convert.recoding import choose
+from colibri_mp.checkpoint.hub import resolve
 from colibri_mp.checkpoint.safetensors_header import read_header
 from colibri_mp.errors import CheckpointError, ColibriError, ConfigError, ReadError, WriteError
 from colibri_mp.formats import Encoding
@@ -35,6 +38,7 @@ BF16, Q3, Q4, Q6, Q8 = (
     Encoding("bf16"), *(Encoding("affine", bits, 64, "bf16") for bits in (3, 4, 6, 8)),
 )  # fmt: skip
 MXFP4, MXFP8 = Encoding("mxfp4", 4, 32, "u8"), Encoding("mxfp8", 8, 32, "u8")
+REALLY_OPEN = Checkpoint.open
 Q4_32, Q8_32 = Encoding("affine", 4, 32, "bf16"), Encoding("affine", 8, 32, "bf16")
 
 
@@ -442,17 +446,45 @@ def test_weights_that_are_not_finite(tmp_path: Path, element: str, word: bytes) 
     np.testing.assert_array_equal(found, packed_slab(before, layer, 5))
 
 
-@pytest.mark.parametrize("size", [-1000, 0])
-def test_source_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """A source file cut or rewritten during the conversion is an error that names file, layer and expert."""
+@pytest.mark.parametrize(
+    ("kind", "size", "wanted"),
+    [
+        (
+            ReadError,
+            -200_000,
+            r"layer \d, expert \d: \d+ bytes at \d+ of .*model.safetensors cannot be read: the file ends",
+        ),
+        (CheckpointError, 0, r"model.safetensors: has changed since the conversion began"),
+    ],
+)
+def test_source_that_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[ColibriError], size: int, wanted: str
+) -> None:
+    """A source file cut or rewritten during the conversion: what was made of it since is not kept."""
     source = copy_of("qwen3_moe_q4", tmp_path)
-    weights, write_resident = source / "model.safetensors", conversion._Conversion._write_resident
+    weights, write_layer = source / "model.safetensors", conversion._Conversion._write_layer
 
-    def write_and_change(self: conversion._Conversion, job: Any) -> None:
-        write_resident(self, job)
+    def change_and_write(self: conversion._Conversion, *arguments: Any) -> None:
         os.truncate(weights, weights.stat().st_size + size)
         os.utime(weights, ns=(1, 1))
+        write_layer(self, *arguments)
 
-    monkeypatch.setattr(conversion._Conversion, "_write_resident", write_and_change)
-    with pytest.raises((ReadError, CheckpointError), match=rf"layer \d, expert \d: \d+ bytes at \d+ of {weights}"):
+    monkeypatch.setattr(conversion._Conversion, "_write_layer", change_and_write)
+    with pytest.raises(kind, match=wanted):
         made(source, tmp_path / "out")
+    assert sorted(files_of(tmp_path / "out")) == ["conversion.json", "resident.safetensors"]
+
+
+def test_memory_is_that_of_an_expert(tmp_path: Path) -> None:
+    """Neither a layer's experts (1.8 MB) nor all resident tensors (1.3 MB) are in memory at once."""
+    source = resolve("demo")
+    made(source, tmp_path / "warm")
+    checkpoint = Checkpoint.open(source)
+    tracemalloc.start()
+    try:
+        with patch.object(Checkpoint, "open", lambda folder: checkpoint if folder == source else REALLY_OPEN(folder)):
+            made(source, tmp_path / "out")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1_000_000

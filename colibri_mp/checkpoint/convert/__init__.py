@@ -6,6 +6,7 @@
     files        files that appear under their name only when they are whole; headers; checksums
     unfinished   the folder while it is being filled: who may go on with it
     conversion   the run: layer after layer, resumable, checked at the end
+    report       progress and result on a terminal
 
     source files ─▶ read pieces ─▶ recode ─▶ pack ─▶ slab ─▶ experts-00003.safetensors.partial ─▶ fsync, rename
        (one expert at a time)      (row blocks, in threads)   └▶ xxh3-64 into the header

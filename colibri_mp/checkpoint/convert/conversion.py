@@ -31,7 +31,7 @@ from colibri_mp.checkpoint.convert.slabs import SlabMaker
 from colibri_mp.checkpoint.convert.unfinished import claimed, release
 from colibri_mp.checkpoint.experts import PROJECTIONS
 from colibri_mp.checkpoint.source import Checkpoint
-from colibri_mp.errors import CheckpointError, WriteError
+from colibri_mp.errors import CheckpointError, ReadError, WriteError
 from colibri_mp.memory import usable_cores
 from colibri_mp.models import load_model
 
@@ -132,18 +132,23 @@ class _Conversion:
         self._begin("converting", self._missing)
         with SlabMaker(self._plan, usable_cores()[0]) as maker:
             for job in self._missing:
-                if isinstance(job, ResidentJob):
-                    self._write_resident(job)
-                else:
-                    self._write_layer(job, maker)
+                with PartialFile(self._folder / job.name, direct=isinstance(job, LayerJob)) as file:
+                    if isinstance(job, ResidentJob):
+                        self._write_resident(file, job)
+                    else:
+                        self._write_layer(file, job, maker)
+                    maker.check_source()
+                    file.commit()
 
     def copy_texts(self) -> None:
         """Take over tokenizer, chat templates, generation settings and licence."""
         source = self._plan.checkpoint.path
-        for path in sorted({path for pattern in COPIED for path in source.glob(pattern)}):
-            target = self._folder / path.relative_to(source)
-            target.parent.mkdir(exist_ok=True)
-            write_whole(target, path.read_bytes())
+        for path in sorted({path for pattern in COPIED for path in source.glob(pattern) if path.is_file()}):
+            try:
+                content = path.read_bytes()
+            except OSError as error:
+                raise ReadError(f"{path}: cannot be read: {error.strerror}") from error
+            write_whole(self._folder / path.relative_to(source), content)
 
     def verify(self) -> None:
         """Read back what this run has written. Raises `WriteError`; the next run writes the damaged file again."""
@@ -181,34 +186,30 @@ class _Conversion:
             projections=tuple(_projection_reports(layers, self._finished)),
         )
 
-    def _write_resident(self, job: ResidentJob) -> None:
+    def _write_resident(self, file: PartialFile, job: ResidentJob) -> None:
         digest = xxhash.xxh3_64()
         offset = job.room
-        with PartialFile(self._folder / job.name) as file:
-            for info in job.tensors:
-                for start in range(0, info.nbytes, CHUNK_BYTES):
-                    size = min(CHUNK_BYTES, info.nbytes - start)
-                    chunk = self._plan.checkpoint.read(info.file_idx, info.offset + start, size)
-                    digest.update(chunk.data)
-                    file.write(chunk, offset)
-                    offset += size
-                    self._advance(size)
-            file.write(job.header_block(digest.hexdigest()), 0)
-            file.commit()
+        for info in job.tensors:
+            for start in range(0, info.nbytes, CHUNK_BYTES):
+                size = min(CHUNK_BYTES, info.nbytes - start)
+                chunk = self._plan.checkpoint.read(info.file_idx, info.offset + start, size)
+                digest.update(chunk.data)
+                file.write(chunk, offset)
+                offset += size
+                self._advance(size)
+        file.write(job.header_block(digest.hexdigest()), 0)
 
-    def _write_layer(self, job: LayerJob, maker: SlabMaker) -> None:
+    def _write_layer(self, file: PartialFile, job: LayerJob, maker: SlabMaker) -> None:
         checksums: list[str] = []
         costs: list[dict[str, Rounding]] = []
-        with PartialFile(self._folder / job.name, direct=True) as file:
-            for expert in range(job.experts.num_experts):
-                slab, cost = maker.make(job, expert)
-                file.write(slab, job.room + expert * slab.nbytes)
-                checksums.append(checksum(slab))
-                costs.append(cost)
-                self._advance(slab.nbytes)
-            rounding = {projection: add(cost[projection] for cost in costs) for projection in costs[0]}
-            file.write(job.header_block(checksums, rounding), 0)
-            file.commit()
+        for expert in range(job.experts.num_experts):
+            slab, cost = maker.make(job, expert)
+            file.write(slab, job.room + expert * slab.nbytes)
+            checksums.append(checksum(slab))
+            costs.append(cost)
+            self._advance(slab.nbytes)
+        rounding = {projection: add(cost[projection] for cost in costs) for projection in costs[0]}
+        file.write(job.header_block(checksums, rounding), 0)
 
     def _verify(self, job: ResidentJob | LayerJob) -> None:
         path = self._folder / job.name

@@ -85,6 +85,7 @@ class PartialFile:
         self._path = path
         self._partial = path.with_name(path.name + PARTIAL_SUFFIX)
         with explained(self._path):
+            path.parent.mkdir(exist_ok=True)
             self._fd = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         self._is_direct = direct and _set_direct(self._fd, True)
 

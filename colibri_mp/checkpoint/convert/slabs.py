@@ -63,7 +63,7 @@ class SlabMaker:
     def make(self, job: LayerJob, expert: int) -> tuple[Bytes, dict[str, Rounding]]:
         """The slab of one expert, valid until the next is made, and what rounding cost in the projections it happened in.
 
-        Raises `ReadError` if the source cannot be read, `CheckpointError` if it has changed or its weights are not finite.
+        Raises `ReadError` if the source cannot be read, `CheckpointError` if weights to be quantised are not finite.
         """
         pieces = self._read(job, expert)
         if expert + 1 < job.experts.num_experts:
@@ -82,6 +82,10 @@ class SlabMaker:
         _refuse_infinite(job, expert, rounding)
         return slab, rounding
 
+    def check_source(self) -> None:
+        """Raises `CheckpointError` if a file of the source has changed since it was opened."""
+        self._files.check_unchanged()
+
     def _read(self, job: LayerJob, expert: int) -> dict[str, list[Bytes]]:
         """The pieces of an expert by projection."""
         found: dict[str, list[Bytes]] = {projection: [] for projection in PROJECTIONS}
@@ -97,7 +101,6 @@ class _SourceFiles:
     """The source's files, open, and as they were when they were opened."""
 
     def __init__(self, checkpoint: Checkpoint, stack: contextlib.ExitStack) -> None:
-        self._checkpoint = checkpoint
         try:
             self._files = [stack.enter_context(path.open("rb", buffering=0)) for path in checkpoint.files]
         except OSError as error:
@@ -108,16 +111,23 @@ class _SourceFiles:
         """Read one piece of an expert."""
         file_idx, offset = int(job.experts.file_idx[expert, piece]), int(job.experts.offset[expert, piece])
         file = self._files[file_idx]
-        where = f"layer {job.experts.layer}, expert {expert}: {out.nbytes} bytes at {offset} of {file.name}"
         try:
             file.seek(offset)
             fill(file, out)
         except OSError as error:
-            raise ReadError(f"{where} cannot be read: {error.strerror or error}") from error
-        if _state(file) != self._states[file_idx]:
-            raise CheckpointError(
-                f"{where}: the file has changed since the conversion began: convert again from the start"
-            )
+            raise ReadError(
+                f"layer {job.experts.layer}, expert {expert}: {out.nbytes} bytes at {offset} of {file.name} cannot be "
+                f"read: {error.strerror or error}"
+            ) from error
+
+    def check_unchanged(self) -> None:
+        """Raises `CheckpointError` if size or time of a file are not what they were."""
+        for file, state in zip(self._files, self._states, strict=True):
+            if _state(file) != state:
+                raise CheckpointError(
+                    f"{file.name}: has changed since the conversion began: wait until it is complete, then convert it "
+                    "into an empty folder"
+                )
 
     def read_ahead(self, job: LayerJob, expert: int) -> None:
         """Have the system read an expert's pieces into its page cache."""

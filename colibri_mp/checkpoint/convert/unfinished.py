@@ -35,17 +35,17 @@ def claimed(folder: Path, plan: Plan) -> Iterator[None]:
         WriteError: the disk has not enough room for what is missing, or the folder cannot be made.
     """
     _refuse_foreign(folder, plan.marker)
-    _refuse_full_disk(folder, sum(job.file_bytes for job in plan.jobs if not (folder / job.name).exists()))
+    _refuse_full_disk(folder, plan)
     with explained(folder / UNFINISHED_NAME):
         folder.mkdir(parents=True, exist_ok=True)
         fd = os.open(folder / UNFINISHED_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        _lock(folder, fd)
         with explained(folder / UNFINISHED_NAME):
+            _lock(folder, fd)
             if not os.fstat(fd).st_size:
                 os.write(fd, msgspec.json.encode(plan.marker))
                 os.fsync(fd)
-            for partial in folder.glob(f"*{PARTIAL_SUFFIX}"):
+            for partial in _partial_files(folder):
                 partial.unlink()
         yield
     finally:
@@ -92,9 +92,11 @@ def _refuse_other(folder: Path, found: bytes, marker: Marker) -> None:
             )
 
 
-def _refuse_full_disk(folder: Path, needed_bytes: int) -> None:
+def _refuse_full_disk(folder: Path, plan: Plan) -> None:
+    """What is missing must fit, in what is free and what torn files will give back."""
+    needed_bytes = sum(job.file_bytes for job in plan.jobs if not (folder / job.name).exists())
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    free_bytes = shutil.disk_usage(existing).free
+    free_bytes = shutil.disk_usage(existing).free + sum(path.stat().st_size for path in _partial_files(folder))
     if needed_bytes + _SLACK_BYTES > free_bytes:
         raise WriteError(
             f"{folder}: {format_size(needed_bytes)} are still to be written, {format_size(free_bytes)} are free on that disk: "
@@ -102,10 +104,15 @@ def _refuse_full_disk(folder: Path, needed_bytes: int) -> None:
         )
 
 
+def _partial_files(folder: Path) -> list[Path]:
+    return list(folder.glob(f"*{PARTIAL_SUFFIX}"))
+
+
 def _lock(folder: Path, fd: int) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ConfigError(
-            f"{folder}: another process is converting into it: wait for it, or give another folder"
-        ) from error
+        is_ours = os.fstat(fd).st_nlink > 0  # a process that has just finished removed the file under our eyes
+    except BlockingIOError:
+        is_ours = False
+    if not is_ours:
+        raise ConfigError(f"{folder}: another process is converting into it: wait for it, or give another folder")
