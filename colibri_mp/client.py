@@ -22,6 +22,7 @@ import numpy as np
 
 from colibri_mp import rundir
 from colibri_mp.config import LaunchConfig, from_keywords
+from colibri_mp.control_groups import KillCounter
 from colibri_mp.errors import ConfigError, CoordinatorDied, ProtocolError, RequestError, describe_exit, from_wire
 from colibri_mp.handshake import start_coordinator, stop_process
 from colibri_mp.messages import (
@@ -73,8 +74,12 @@ class Cluster:
     def __init__(self, run_dir: rundir.RunDir, process: subprocess.Popen[bytes] | None, notes: tuple[str, ...]) -> None:
         self.name = run_dir.path.name
         self.notes = notes
-        self._run_dir = run_dir
         self._process = process
+        try:
+            self._last_words = run_dir.open_last_words()
+        except FileNotFoundError as error:
+            raise CoordinatorDied(f"cluster {self.name!r} has ended just now; start it again with `launch`") from error
+        self._kills = KillCounter()
         self._link = Link(run_dir.control)
         self._request_ids = itertools.count(1)
         self._inbox: defaultdict[int, deque[Message]] = defaultdict(deque)
@@ -143,15 +148,17 @@ class Cluster:
         """`logits` of several prompts that share the steps as one batch."""
         request_id = next(self._request_ids)
         self._link.send(Score(request_id, [[int(token) for token in prompt] for prompt in prompts], chunk))
-        found: dict[int, Floats] = {}
-        while len(found) < len(prompts):
+        found: list[list[Floats]] = [[] for _ in prompts]
+        num_left = sum(map(len, prompts)) or 1  # without a token there is an error to be heard
+        while num_left:
             match self._next(request_id):
                 case Scores(prompt_idx=idx, logits=logits):
-                    found[idx] = np.array(logits)
+                    found[idx].append(logits)
+                    num_left -= len(logits)
                 case other:
                     raise ProtocolError(f"{type(other).__name__} in answer to a score request")
         del self._inbox[request_id]
-        return [found[idx] for idx in range(len(prompts))]
+        return [np.concatenate(parts) for parts in found]
 
     def stats(self) -> dict[str, Any]:
         """What the cluster is and does; the dict that `colibri-cluster status --json` prints."""
@@ -181,6 +188,7 @@ class Cluster:
         if self._link.socket.closed:
             return
         self._link.close()
+        self._last_words.close()
         if self._process is not None:
             stop_process(self._process, _STOP_TIMEOUT_S)
 
@@ -239,8 +247,11 @@ class Cluster:
         return message
 
     def _check_coordinator(self) -> None:
+        if (error := rundir.read_last_words(self._last_words)) is not None:
+            raise error
         if self._process is not None and (code := self._process.poll()) is not None:
-            raise CoordinatorDied(f"the coordinator of cluster {self.name!r} {describe_exit(code)}")
+            described = describe_exit(code, self._kills.has_risen())
+            raise CoordinatorDied(f"the coordinator of cluster {self.name!r} {described}")
         if self._process is None and rundir.find(self.name) is None:
             raise CoordinatorDied(f"the coordinator of cluster {self.name!r} has ended; start it again with `launch`")
 

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
+from colibri_mp.control_groups import KillCounter
 from colibri_mp.errors import ColibriError, describe_exit
 from colibri_mp.formats import Encoding
 from colibri_mp.kernels import isa
@@ -39,13 +40,15 @@ def compile_kernels(
     process = multiprocessing.get_context("spawn").Process(
         target=_compile, args=(encodings, planes, theirs), name="colibri-compiler"
     )
+    kills = KillCounter()
     process.start()
     theirs.close()
     try:
         _follow(ours, progress, should_stop)
         process.join()
         if process.exitcode:
-            raise ColibriError(f"compiling the kernels failed: the compiler {describe_exit(process.exitcode)}")
+            described = describe_exit(process.exitcode, kills.has_risen())
+            raise ColibriError(f"compiling the kernels failed: the compiler {described}")
     finally:
         process.kill()
         process.join()

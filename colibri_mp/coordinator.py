@@ -38,17 +38,18 @@ from colibri_mp.kernels.rope import rope_tables
 from colibri_mp.kernels.router import RouterStage
 from colibri_mp.kernels.team import ThreadTeam
 from colibri_mp.lossy import lossy_options, with_lossy_routing
-from colibri_mp.memory import available_memory
 from colibri_mp.messages import Floats, StepCounters
 from colibri_mp.models import load_model
 from colibri_mp.models.structure import DenseSpec, ModelSpec
-from colibri_mp.phases import ATTENTION, COMPUTE, StepClock
-from colibri_mp.planner import Plan, make_plan, max_logit_rows
+from colibri_mp.phases import ATTENTION, COMPUTE, ROUTE, StepClock
+from colibri_mp.plan_terms import max_logit_rows
+from colibri_mp.planner import Plan, plan_now, split_slabs
 from colibri_mp.resident import ResidentLayer, load_resident
 from colibri_mp.rundir import ClusterInfo, RunDir
 from colibri_mp.scheduler import Rows
 from colibri_mp.shm.layout import LayerSlots, pool_bytes
 from colibri_mp.shm.segment import Segment, segment_name
+from colibri_mp.shm.view import PoolView
 from colibri_mp.supervisor import Supervisor
 from colibri_mp.trace_writer import NoTrace, TraceWriter, open_trace
 from colibri_mp.workers.core import WorkerConfig
@@ -69,6 +70,7 @@ class Coordinator:
         self.plan = plan
         self.supervisor = supervisor
         self.notes: tuple[str, ...] = plan.notes
+        self.pools: list[PoolView] = []
         self.weights = load_resident(checkpoint, model)
         self.max_context = plan.ctx_tokens
         self.vocab_size = model.vocab_size
@@ -91,8 +93,8 @@ class Coordinator:
         self._rope = rope_tables(model.rope, plan.ctx_tokens)
         self._attention = AttentionStage(team, attention, self._rope, max_rows, plan.ctx_tokens, config.planes)
         self._may_drop = model.router.top_p < 1
-        self._router = RouterStage(team, model.router, model.hidden, model.norm_eps, max_rows)
-        self._block = BlockStage(team, self._attention, self._router)
+        router = RouterStage(team, model.router, model.hidden, model.norm_eps, max_rows)
+        self._block = BlockStage(team, self._attention, router)
         self._head = HeadStage(team, model.hidden, model.vocab_size, model.norm_eps, self.max_logit_rows, config.planes)
         dense_shapes = {layer.mlp.shape for layer in model.layers if isinstance(layer.mlp, DenseSpec)}
         self._dense = {shape: ExpertStage(team, shape, 1, max_rows, 1, config.planes) for shape in dense_shapes}
@@ -108,12 +110,13 @@ class Coordinator:
         checkpoint = Checkpoint.open(resolve(config.model, progress))
         published = load_model(checkpoint)
         model, lossy = with_lossy_routing(published, config), lossy_options(published, config)
-        plan = make_plan(model, config, available_memory())
+        plan = plan_now(checkpoint, model, config)
         compile_kernels(encodings_of(model), config.planes, progress, should_stop)
         workers = worker_configs(checkpoint, model, plan, config)
         run_dir.describe(ClusterInfo(os.getpid(), str(checkpoint.path), tuple(w.segment_name for w in workers)))
-        for worker in workers:
-            stack.enter_context(Segment.create(worker.segment_name, pool_bytes(worker.slots)))
+        segments = [
+            stack.enter_context(Segment.create(worker.segment_name, pool_bytes(worker.slots))) for worker in workers
+        ]
         trace = open_trace(config, checkpoint, model, plan, lossy)
         stack.callback(trace.close)
         supervisor = Supervisor(run_dir, config.step_timeout, config.log_level)
@@ -124,6 +127,9 @@ class Coordinator:
         coordinator = cls(checkpoint, model, plan, config, supervisor, team, should_stop, trace)
         coordinator.lossy = lossy
         supervisor.wait_ready(_READY_TIMEOUT_S)
+        for segment in segments:
+            coordinator.pools.append(PoolView(segment))
+            stack.callback(coordinator.pools[-1].close)
         coordinator.notes += tuple(dict.fromkeys(note for worker in supervisor.workers for note in worker.notes))
         if config.trace:
             coordinator.notes += (f"route trace: {config.trace}",)
@@ -178,7 +184,8 @@ class Coordinator:
             return
         assert layer.gate is not None
         h, ids, weights = self._block(x, layer.attention, self.kv, layer_idx, batch, layer.mlp_norm, layer.gate)
-        clock.lap_block(self._router.started_s)
+        clock.lap(ATTENTION, self._block.attention_ended_s)
+        clock.lap(ROUTE)
         routed = self.supervisor.route(self._step, layer_idx, h, ids, weights, on_answer=self._team.expect)
         num_choices = int(np.count_nonzero(ids >= 0)) if self._may_drop else ids.size
         clock.lap_workers(routed.counters, len(ids), num_choices)
@@ -196,6 +203,16 @@ class Coordinator:
         out = np.empty_like(x)
         stage.run(h, ids, weights, np.zeros(1, np.int32), np.array([slab.ctypes.data], np.int64), out)
         return out
+
+    # -- pools ---------------------------------------------------------------------------------------------------------
+
+    def slab_bytes(self) -> int:
+        """Memory that the slabs of all pools take now."""
+        return sum(pool.reserved_bytes() - pool.layout.slabs_offset for pool in self.pools)
+
+    def limit_slabs(self, slab_bytes: int) -> None:
+        """Keep the slabs of all pools within so many bytes, soon. Callable from any thread."""
+        self.supervisor.request_sizes(split_slabs(self.plan.workers, slab_bytes))
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
@@ -228,9 +245,11 @@ class Coordinator:
                 "layers": worker.config.describe_layers(),
                 "num_slots": sum(layer.num_slots for layer in worker.config.slots),
                 "pool_bytes": pool_bytes(worker.config.slots),
+                "pool_used_bytes": pool.reserved_bytes(),
+                "slab_limit_bytes": worker.slab_limit_bytes or share.slab_bytes,
                 **{name: self._totals[worker.config.worker_id][name] for name in StepCounters.__struct_fields__},
             }
-            for worker in self.supervisor.workers
+            for worker, pool, share in zip(self.supervisor.workers, self.pools, self.plan.workers, strict=True)
         ]
 
     def processes(self) -> list[tuple[str, int]]:

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
-
 from colibri_mp.errors import ColibriError, RequestError
 from colibri_mp.messages import Conversation, Failed, Finished, Floats, Generate, Message, Piece, Prompt, Score, Scores
 from colibri_mp.sampling import Sampler, resolve
@@ -61,12 +59,11 @@ class Generation:
 
 @dataclass(eq=False)
 class Scoring:
-    """A `Score` under way: one sequence a prompt, with the logits gathered so far."""
+    """A `Score` under way: one sequence a prompt. Logits go out as they are made: a prompt's may be larger than memory."""
 
     client: bytes
     request: Score
     sequences: list[Sequence]
-    logits: list[list[Floats]]
     num_left: int
 
 
@@ -132,6 +129,11 @@ class Engine:
         return not self._requests
 
     @property
+    def can_step(self) -> bool:
+        """Whether `step` would compute something; requests that wait to be admitted need none."""
+        return self.scheduler.has_work
+
+    @property
     def num_requests(self) -> int:
         """Requests under way, waiting ones included."""
         return len(self._requests)
@@ -182,12 +184,10 @@ class Engine:
 
     def _collect(self, job: Scoring, part: Rows, logits: Floats) -> None:
         idx = job.sequences.index(part.sequence)
-        job.logits[idx].append(logits.copy())
+        self._emit(job.client, Scores(job.request.request_id, idx, logits.copy()))
         if not part.reaches_end:
             return
         self._release(part.sequence)
-        self._emit(job.client, Scores(job.request.request_id, idx, np.concatenate(job.logits[idx])))
-        job.logits[idx] = []
         job.num_left -= 1
         if job.num_left == 0:
             del self._requests[job.client, job.request.request_id]
@@ -260,7 +260,7 @@ class Engine:
         for prompt in request.prompts:
             self._check_ids(prompt)
             sequences.append(Sequence(list(prompt), len(prompt), chunk, all_logits=True))
-        return Scoring(client, request, sequences, [[] for _ in sequences], len(sequences))
+        return Scoring(client, request, sequences, len(sequences))
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, list):

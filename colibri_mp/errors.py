@@ -97,15 +97,17 @@ def from_wire(kind: str, message: str) -> ColibriError:
     return ColibriError(f"{kind}: {message}")
 
 
-def describe_exit(exitcode: int) -> str:
-    """An exit code of `multiprocessing` in words: negative is a signal."""
+def describe_exit(exitcode: int, has_oom_killer_struck: bool = False) -> str:
+    """An exit code of `multiprocessing` in words: negative is a signal.
+
+    `has_oom_killer_struck`: whether the system's out-of-memory killer has ended some process meanwhile.
+    """
     if exitcode >= 0:
         return f"ended with exit code {exitcode}"
     try:
         name = signal.Signals(-exitcode).name
     except ValueError:
         name = "an unknown signal"
-    hint = (
-        "; the system's out-of-memory killer does that: see `dmesg`, lower --ram" if -exitcode == signal.SIGKILL else ""
-    )
-    return f"was killed by {name} (signal {-exitcode}){hint}"
+    if -exitcode == signal.SIGKILL and has_oom_killer_struck:
+        return "was killed (SIGKILL), probably by the system's out-of-memory killer; free memory, or lower --ram"
+    return f"was killed by {name} (signal {-exitcode})"

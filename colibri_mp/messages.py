@@ -9,7 +9,7 @@ general form takes 0.1 ms where the code has fallen out of the processor's cache
 Two conversations use them:
 
     client  ── Generate, Score, Cancel, GetStatus, Shutdown ──▶ coordinator ── Piece, Finished, Scores, Status, Failed ──▶ client
-    coordinator ── Route, Stop ──▶ worker ── Hello, Routed, Failed ──▶ coordinator
+    coordinator ── Route, Resize, Stop ──▶ worker ── Hello, Routed, Resized, Failed ──▶ coordinator
 
 See docs/protocol.md. Decoded arrays are read-only views into the received frames.
 """
@@ -134,7 +134,10 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
 
 
 class Scores(msgspec.Struct, frozen=True, tag=True):
-    """Logits float32 [T, V] of one prompt of a `Score`; the request has ended after the last prompt's."""
+    """Logits float32 [n, V] of the next n positions of one prompt of a `Score`, as they are made; nobody gathers them.
+
+    The request has ended when every position of every prompt has come.
+    """
 
     request_id: int
     prompt_idx: int
@@ -187,7 +190,7 @@ class StepCounters(msgspec.Struct, frozen=True):
     @property
     def asked(self) -> int:
         """Distinct experts that the step needed."""
-        return self.hits + self.promoted + self.misses
+        return self.hits + self.misses
 
 
 class Routed(msgspec.Struct, frozen=True):
@@ -207,6 +210,19 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     notes: tuple[str, ...] = ()
 
 
+class Resize(msgspec.Struct, frozen=True, tag=True):
+    """Keep the slabs of the pool within `slab_bytes` from now on; obeyed between two steps."""
+
+    slab_bytes: int
+
+
+class Resized(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `Resize`: what the slabs may take now; more than was asked for where the pool's floor is above it."""
+
+    worker_id: int
+    slab_bytes: int
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """End the worker."""
 
@@ -214,7 +230,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 _General: TypeAlias = (
     Generate | Score | Cancel | GetStatus | Shutdown
     | Piece | Finished | Scores | Status | Failed
-    | Hello | Stop
+    | Hello | Resize | Resized | Stop
 )  # fmt: skip
 Message: TypeAlias = _General | Route | Routed
 

@@ -1,11 +1,10 @@
 """The memory plan: one budget over all processes, split into named terms before anything is allocated.
 
-    budget  =  processes  +  resident weights  +  KV cache  +  scratch  +  allowance  +  expert pools (what is left)
+    budget  >=  processes  +  resident weights  +  KV cache  +  scratch  +  expert pools (what is left)  +  allowance
 
-Everything but the pools has a fixed size; the pools take the rest, down to the experts of one token in each layer. What
-does not fit is refused with the terms and the smallest budget that would do. The terms are what gets allocated: the
-objects that allocate report the same sizes (`scratch_bytes`, `nbytes`, `packed_bytes`), and tests hold the sum against
-the measured memory.
+Everything but the pools has a fixed size (see `plan_terms`); the pools take the rest, from the experts of one token in each
+layer up to all of them: the total of a plan is what the run needs, not more. What does not fit is refused with the terms,
+the one that does not fit, and the smallest budget that would do.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,55 +17,40 @@ from colibri_mp.checkpoint.hub import resolve
 from colibri_mp.checkpoint.source import Checkpoint
 from colibri_mp.config import LaunchConfig, format_size, parse_size
 from colibri_mp.errors import ConfigError, MemoryPlanError
-from colibri_mp.kernels import expert
-from colibri_mp.kernels.attention import AttentionStage
-from colibri_mp.kernels.head import HeadStage
-from colibri_mp.kernels.kv_cache import BLOCK_TOKENS, KVCache, num_blocks_for
-from colibri_mp.kernels.layout import packed_bytes
-from colibri_mp.kernels.rope import RopeTables
-from colibri_mp.kernels.router import RouterStage
+from colibri_mp.kernels.kv_cache import BLOCK_TOKENS
+from colibri_mp.limits import Room, address_space_bytes, has_swap, tightest_room
 from colibri_mp.lossy import with_lossy_routing
-from colibri_mp.memory import Available, available_memory, usable_cores
+from colibri_mp.memory import own_bytes, usable_cores
 from colibri_mp.models import load_model
-from colibri_mp.models.structure import DenseSpec, ModelSpec, MoeSpec
+from colibri_mp.models.structure import ModelSpec
+from colibri_mp.plan_terms import Sizes, Term, kv_bytes, table_bytes, top_k
 from colibri_mp.shm.layout import overhead_bytes
 from colibri_mp.shm.policy import LayerDemand, plan_slots
 from colibri_mp.shm.segment import free_shm_bytes
-from colibri_mp.workers.streamer import scratch_bytes as read_scratch_bytes
 
-# Interpreter and libraries, PSS, measured with one worker on Linux x86-64 (23, 119, 101 and 7.8 MB) and rounded up.
-CLIENT_BYTES = 25_000_000
-COORDINATOR_BYTES = 125_000_000
-WORKER_BYTES = 110_000_000
-TRACKER_BYTES = 8_000_000  # multiprocessing's resource tracker
-
-ALLOWANCE = 0.02  # of the budget: allocator slack, page tables, message queues
-SYSTEM_SHARE = 0.15  # of the available memory that "auto" leaves to the system and its page cache
-LOGITS_BYTES = 16_000_000  # logits of one step are kept below this (see `max_logit_rows`)
+ALLOWANCE = 0.02  # of all other terms: allocator slack, page tables, message queues
+SYSTEM_SHARE = 0.15  # of the available memory that "auto" leaves to the system and its page cache, at least
 _AUTO_CTX_TOKENS = 4096
 _LEAST_AUTO_CTX_TOKENS = 512
 _AUTO_CTX_SHARE = 0.125  # of the budget: what "auto" spends on KV at most,
 _AUTO_CHUNK_SHARE = 0.06  # on the scratch of a step,
 _AUTO_WORKER_SHARE = 0.04  # on a second worker
 _AUTO_CHUNKS = (512, 256, 128, 64)
-
-
-@dataclass(frozen=True)
-class Term:
-    """One line of the plan: `nbytes` that `process` will hold."""
-
-    process: str
-    name: str
-    nbytes: int
+_ADDRESS_BYTES, _THREAD_ADDRESS_BYTES = 350_000_000, 75_000_000  # libraries; stack and allocator of a thread
 
 
 @dataclass(frozen=True)
 class WorkerShare:
-    """What one worker owns: its MoE layers and the number of slots of each, in the same order."""
+    """What one worker owns: its MoE layers and the number of slots of each, in the same order.
+
+    Of `pool_bytes` the slabs take `slab_bytes`, and never less than `floor_bytes`.
+    """
 
     layers: tuple[int, ...]
     num_slots: tuple[int, ...]
     pool_bytes: int
+    slab_bytes: int
+    floor_bytes: int
 
 
 @dataclass(frozen=True)
@@ -94,47 +78,52 @@ class Plan:
 
 
 def plan_for(config: LaunchConfig, progress: Callable[[str], None]) -> Plan:
-    """The plan for a configuration, from the headers of its checkpoint."""
-    model = load_model(Checkpoint.open(resolve(config.model, progress)))
-    return make_plan(with_lossy_routing(model, config), config, available_memory())
+    """The plan for a configuration, from the headers of its checkpoint and the memory that there is now."""
+    checkpoint = Checkpoint.open(resolve(config.model, progress))
+    return plan_now(checkpoint, with_lossy_routing(load_model(checkpoint), config), config)
 
 
-def make_plan(model: ModelSpec, config: LaunchConfig, available: Available, check_shm: bool = True) -> Plan:
-    """Split the budget. `check_shm`: this machine's /dev/shm must have room for the pools; off for plans of other machines.
+def plan_now(checkpoint: Checkpoint, model: ModelSpec, config: LaunchConfig) -> Plan:
+    """The plan for an opened checkpoint; what this process takes already counts as available to the cluster."""
+    return make_plan(model, config, tightest_room(), table_bytes(checkpoint), own_bytes(), free_shm_bytes())
+
+
+def make_plan(
+    model: ModelSpec, config: LaunchConfig, room: Room, tables: int = 0, taken: int = 0, free_shm: int | None = None
+) -> Plan:
+    """Split the budget. `tables` as in `plan_terms`; `taken`: bytes that this process takes, which the budget includes.
+
+    `free_shm`: what is left of shared memory, where it has a limit.
 
     Raises:
-        MemoryPlanError: the budget is too small or more than the system has; names the terms and the needed size.
+        MemoryPlanError: the budget is too small or more than there is; names the terms and the needed size.
     """
-    budget_bytes, budget_note = _budget(config, available)
-    num_threads, threads_note = _threads(config)
-    ctx_tokens, ctx_note = _context(model, config, budget_bytes)
-    chunk, chunk_note = _prefill_chunk(model, config, ctx_tokens, num_threads, budget_bytes)
-    num_workers, workers_note = _num_workers(model, config, chunk, num_threads, budget_bytes)
-    groups = split_layers(model.expert_layers, num_workers)
-    sizes = _Sizes(model, config, ctx_tokens, chunk, num_threads)
-    fixed = sizes.fixed_terms(groups, budget_bytes)
-    demands = [[_demand(layer, model, config) for layer in group] for group in groups]
-    pool_terms, shares = _pools(demands, groups, fixed, budget_bytes)
-    if check_shm:
-        _check_shm(sum(share.pool_bytes for share in shares))
-    slots = sum(sum(share.num_slots) for share in shares)
+    available = room.free_bytes + taken
+    budget_bytes, budget_note = _budget(config, room, available)
+    draft = _draft(model, config, tables, budget_bytes)
+    if budget_bytes > available:
+        raise _more_than_available(draft, budget_bytes, room, available)
+    if draft.needed_bytes > budget_bytes:
+        raise _too_small(draft, budget_bytes)
+    slab_budget = int(budget_bytes / (1 + ALLOWANCE)) - draft.fixed_bytes - draft.pool_table_bytes
+    slab_budget, shm_note = _within_shm(draft, slab_budget, free_shm)
+    pool_terms, shares = _pools(draft, slab_budget)
+    terms = (*draft.terms, *pool_terms)
+    terms += (Term("all", f"allowance, {ALLOWANCE:.0%}", int(sum(term.nbytes for term in terms) * ALLOWANCE)),)
+    _check_address_space(terms, shares, config, draft.num_threads)
+    used_note = _use_note(room, available - sum(term.nbytes for term in terms))
     num_experts = sum(layer.num_experts for layer in model.expert_layers)
     return Plan(
         budget_bytes=budget_bytes,
-        terms=(*fixed, *pool_terms),
+        terms=terms,
         workers=shares,
-        ctx_tokens=ctx_tokens,
-        num_threads=num_threads,
-        prefill_chunk=chunk,
+        ctx_tokens=draft.ctx_tokens,
+        num_threads=draft.num_threads,
+        prefill_chunk=draft.chunk,
         expert_bytes=max(layer.shape.slab_bytes for layer in model.expert_layers),
-        resident_share=slots / num_experts,
-        notes=tuple(note for note in (budget_note, workers_note, ctx_note, chunk_note, threads_note) if note),
+        resident_share=sum(sum(share.num_slots) for share in shares) / num_experts,
+        notes=tuple(note for note in (budget_note, used_note, shm_note, *draft.notes) if note),
     )
-
-
-def max_logit_rows(vocab_size: int, prefill_chunk: int) -> int:
-    """Rows whose logits one step may keep, so that they take at most `LOGITS_BYTES` (one row always may)."""
-    return max(1, min(prefill_chunk, LOGITS_BYTES // (4 * vocab_size)))
 
 
 def split_layers(layers: Sequence[ExpertLayer], num_workers: int) -> list[tuple[ExpertLayer, ...]]:
@@ -148,23 +137,94 @@ def split_layers(layers: Sequence[ExpertLayer], num_workers: int) -> list[tuple[
     return [tuple(layers[start:end]) for start, end in pairwise([*cuts, len(layers)])]
 
 
+def split_slabs(workers: Sequence[WorkerShare], slab_bytes: int) -> list[int]:
+    """What each worker's slabs may take of `slab_bytes` together: its floor, and of the rest its share in the plan."""
+    floor = sum(share.floor_bytes for share in workers)
+    beyond_floor = sum(share.slab_bytes for share in workers) - floor
+    part = max(0.0, (slab_bytes - floor) / beyond_floor) if beyond_floor else 0.0
+    return [share.floor_bytes + int((share.slab_bytes - share.floor_bytes) * part) for share in workers]
+
+
 # -- automatic choices -------------------------------------------------------------------------------------------------
 
 
-def _budget(config: LaunchConfig, available: Available) -> tuple[int, str]:
-    if config.ram == "auto":
-        budget = int(available.nbytes * (1 - SYSTEM_SHARE))
-        return (
-            budget,
-            f"ram {format_size(budget)}: {1 - SYSTEM_SHARE:.0%} of {format_size(available.nbytes)} {available.reason}",
-        )
-    budget = parse_size(config.ram)
-    if budget > available.nbytes:
-        raise MemoryPlanError(
-            f"--ram {format_size(budget)} is more than the {format_size(available.nbytes)} {available.reason}; "
-            "lower it, or free memory"
-        )
-    return budget, ""
+@dataclass(frozen=True)
+class _Draft:
+    """All choices for one budget, and what they cost without the part of the pools that can be left out."""
+
+    model: ModelSpec
+    config: LaunchConfig
+    tables: int
+    ctx_tokens: int
+    chunk: int
+    num_threads: int
+    groups: tuple[tuple[ExpertLayer, ...], ...]
+    terms: tuple[Term, ...]
+    demands: tuple[tuple[LayerDemand, ...], ...]
+    notes: tuple[str, ...]
+
+    @property
+    def fixed_bytes(self) -> int:
+        """The terms beside the pools."""
+        return sum(term.nbytes for term in self.terms)
+
+    @property
+    def pool_table_bytes(self) -> int:
+        """What the pools take beside their slabs, at most."""
+        return sum(_table_bytes(group, sum(demand.num_experts for demand in group)) for group in self.demands)
+
+    @property
+    def floor_bytes(self) -> int:
+        """The slabs of one token's experts in each layer."""
+        return sum(demand.floor * demand.slab_bytes for group in self.demands for demand in group)
+
+    @property
+    def needed_bytes(self) -> int:
+        """The smallest budget that these choices fit."""
+        return int((self.fixed_bytes + self.pool_table_bytes + self.floor_bytes) * (1 + ALLOWANCE)) + 2
+
+
+def _draft(model: ModelSpec, config: LaunchConfig, tables: int, budget_bytes: int) -> _Draft:
+    num_threads, threads_note = _threads(config)
+    ctx_tokens, ctx_note = _context(model, config, budget_bytes)
+    chunk, chunk_note = _prefill_chunk(model, config, ctx_tokens, num_threads, budget_bytes)
+    num_workers, workers_note = _num_workers(model, config, chunk, num_threads, budget_bytes)
+    groups = tuple(split_layers(model.expert_layers, num_workers))
+    return _Draft(
+        model=model,
+        config=config,
+        tables=tables,
+        ctx_tokens=ctx_tokens,
+        chunk=chunk,
+        num_threads=num_threads,
+        groups=groups,
+        terms=tuple(Sizes(model, config, ctx_tokens, chunk, num_threads).terms(groups, tables)),
+        demands=tuple(tuple(_demand(layer, model, config) for layer in group) for group in groups),
+        notes=(workers_note, ctx_note, chunk_note, threads_note),
+    )
+
+
+def _budget(config: LaunchConfig, room: Room, available: int) -> tuple[int, str]:
+    """`--ram` in bytes. "auto" leaves the system a share, and the pools never begin so close to the marks of `room`."""
+    if config.ram != "auto":
+        return parse_size(config.ram), ""
+    left = max(int(available * SYSTEM_SHARE), room.high_bytes)
+    budget = max(0, available - left)
+    swap = "swap is not counted" if has_swap() else "there is no swap"
+    return budget, (
+        f"ram {format_size(budget)}: {format_size(available)} available, the least being {room}, less "
+        f"{format_size(left)} for everything else there ({SYSTEM_SHARE:.0%}, at least {format_size(room.high_bytes)}); {swap}"
+    )
+
+
+def _use_note(room: Room, left: int) -> str:
+    """A budget that leaves too little is legal, but it will not last."""
+    if left >= room.high_bytes:
+        return ""
+    return (
+        f"this leaves {format_size(max(0, left))} of {room}: below {format_size(room.low_bytes)} the expert pools shrink "
+        "and new requests wait; a lower --ram is faster than one that comes and goes"
+    )
 
 
 def _num_workers(
@@ -175,7 +235,7 @@ def _num_workers(
         raise ConfigError(f"--workers {config.num_workers} is more than the model's {num_layers} layers with experts")
     if config.num_workers:
         return config.num_workers, ""
-    sizes = _Sizes(model, config, 0, chunk, num_threads)
+    sizes = Sizes(model, config, 0, chunk, num_threads)
     cost = sum(term.nbytes for term in sizes.worker_terms(0, model.expert_layers))
     if num_layers < 2 or cost > budget_bytes * _AUTO_WORKER_SHARE:
         return 1, f"workers 1: a second one would take {format_size(cost)} from the expert pools"
@@ -188,8 +248,8 @@ def _prefill_chunk(
     if config.prefill_chunk:
         return config.prefill_chunk, ""
     for chunk in _AUTO_CHUNKS:
-        sizes = _Sizes(model, config, ctx_tokens, chunk, num_threads)
-        cost = sizes.coordinator_scratch() + sizes.worker_scratch(model.expert_layers)
+        sizes = Sizes(model, config, ctx_tokens, chunk, num_threads)
+        cost = sizes.coordinator_scratch() + sizes.logits() + sizes.worker_scratch(model.expert_layers)
         if cost <= budget_bytes * _AUTO_CHUNK_SHARE:
             break
     chunk = min(chunk, ctx_tokens)
@@ -217,126 +277,16 @@ def _threads(config: LaunchConfig) -> tuple[int, str]:
     return count, f"threads {count}: {reason}"
 
 
-# -- terms -------------------------------------------------------------------------------------------------------------
-
-
-def kv_bytes(model: ModelSpec, num_tokens: int) -> int:
-    """Bytes of the KV cache for `num_tokens` positions, all layers."""
-    spec = model.layers[0].attention
-    return KVCache.nbytes(len(model.layers), num_blocks_for(num_tokens), spec.num_kv_heads, spec.head_dim)
-
-
-def resident_bytes(model: ModelSpec) -> int:
-    """Bytes of the packed matrices that the coordinator keeps, dense blocks included."""
-    return sum(packed_bytes(matrix.encoding.format, matrix.rows, matrix.cols) for matrix in model.resident_matrices())
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """Bytes of everything but the pools, for one choice of context, rows a step and threads."""
-
-    model: ModelSpec
-    config: LaunchConfig
-    ctx_tokens: int
-    chunk: int
-    num_threads: int
-
-    def fixed_terms(self, groups: Sequence[Sequence[ExpertLayer]], budget_bytes: int) -> list[Term]:
-        """All terms but the pools."""
-        return [
-            Term("client", "interpreter and libraries", CLIENT_BYTES),
-            Term("coordinator", "interpreter and libraries", COORDINATOR_BYTES + TRACKER_BYTES),
-            Term("coordinator", "resident weights", resident_bytes(self.model)),
-            Term("coordinator", f"KV cache, {self.ctx_tokens} tokens", kv_bytes(self.model, self.ctx_tokens)),
-            Term("coordinator", f"scratch, {self.chunk} rows a step", self.coordinator_scratch()),
-            *(term for worker_id, group in enumerate(groups) for term in self.worker_terms(worker_id, group)),
-            Term("all", f"allowance, {ALLOWANCE:.0%} of the budget", int(budget_bytes * ALLOWANCE)),
-        ]
-
-    def worker_terms(self, worker_id: int, group: Sequence[ExpertLayer]) -> list[Term]:
-        """A worker's terms but its pool."""
-        name, in_flight = f"worker {worker_id}", self.config.io_threads
-        return [
-            Term(name, "interpreter and libraries", WORKER_BYTES),
-            Term(name, f"scratch, {self.chunk} rows a step", self.worker_scratch(group)),
-            Term(name, f"read buffers, {in_flight} in flight", read_scratch_bytes(group, in_flight)),
-        ]
-
-    def coordinator_scratch(self) -> int:
-        """The stages' buffers, logits, rotary tables, messages."""
-        model, rows, planes = self.model, self.chunk, self.config.planes
-        dense = {layer.mlp.shape for layer in model.layers if isinstance(layer.mlp, DenseSpec)}
-        logit_rows = max_logit_rows(model.vocab_size, rows)
-        attention = AttentionStage.scratch_bytes(
-            model.layers[0].attention, rows, self.ctx_tokens, self.num_threads, num_forms=_num_forms(model)
-        )
-        return (
-            attention
-            + RouterStage.scratch_bytes(model.router, model.hidden, rows)
-            + HeadStage.scratch_bytes(model.hidden, model.vocab_size, logit_rows)
-            + logit_rows * model.vocab_size * 4  # the copy on its way to the client
-            + sum(expert.scratch_bytes(shape, rows, 1, planes, self.num_threads) for shape in dense)
-            + RopeTables.nbytes_for(model.rope.rotary_dim, self.ctx_tokens)
-            + self._messages()
-        )
-
-    def worker_scratch(self, group: Sequence[ExpertLayer]) -> int:
-        """One stage for each shape among the worker's layers, and messages."""
-        shapes = {layer.shape: _top_k(self.model, layer) for layer in group}
-        stages = (
-            expert.scratch_bytes(shape, self.chunk, top_k, self.config.planes, self.num_threads)
-            for shape, top_k in shapes.items()
-        )
-        return sum(stages) + self._messages()
-
-    def _messages(self) -> int:
-        """A step's activations on their way: sent, received and decoded copies."""
-        return 4 * self.chunk * self.model.hidden * 4
-
-
-def _num_forms(model: ModelSpec) -> int:
-    """Group sizes that the projections of one layer's attention mix, plain ones counting as one."""
-    tensors = (layer.tensors for layer in model.layers)
-    return max(len({matrix.encoding.group_size for matrix in (t.q, t.k, t.v, t.o)}) for t in tensors)
-
-
-def _top_k(model: ModelSpec, experts: ExpertLayer) -> int:
-    mlp = model.layers[experts.layer].mlp
-    assert isinstance(mlp, MoeSpec)
-    return mlp.router.top_k
+# -- pools -------------------------------------------------------------------------------------------------------------
 
 
 def _demand(experts: ExpertLayer, model: ModelSpec, config: LaunchConfig) -> LayerDemand:
     """What a layer asks of the pool; `--slots` caps it, so that a small pool can be tried in a large memory."""
-    top_k = _top_k(model, experts)
-    if 0 < config.slots < min(top_k, experts.num_experts):
-        raise ConfigError(f"--slots {config.slots} is less than the {top_k} experts that one token needs in each layer")
+    floor = top_k(model, experts)
+    if 0 < config.slots < floor:
+        raise ConfigError(f"--slots {config.slots} is less than the {floor} experts that one token needs in each layer")
     capped = min(experts.num_experts, config.slots or experts.num_experts)
-    return LayerDemand(capped, experts.shape.slab_bytes, min(top_k, experts.num_experts))
-
-
-def _pools(
-    demands: Sequence[Sequence[LayerDemand]],
-    groups: Sequence[Sequence[ExpertLayer]],
-    fixed: Sequence[Term],
-    budget_bytes: int,
-) -> tuple[list[Term], tuple[WorkerShare, ...]]:
-    """Share what the fixed terms leave among the layers of all workers."""
-    flat = [demand for group in demands for demand in group]
-    tables = sum(_table_bytes(group, sum(d.num_experts for d in group)) for group in demands)
-    left = budget_bytes - sum(term.nbytes for term in fixed) - tables
-    floor = sum(demand.floor * demand.slab_bytes for demand in flat)
-    if left < floor:
-        raise _too_small(fixed, floor + tables, budget_bytes)
-    slots = list(plan_slots(flat, left).num_slots)
-    terms, shares = [], []
-    for worker_id, (group, group_demands) in enumerate(zip(groups, demands, strict=True)):
-        mine, slots = slots[: len(group)], slots[len(group) :]
-        nbytes = sum(n * demand.slab_bytes for n, demand in zip(mine, group_demands, strict=True))
-        nbytes += _table_bytes(group_demands, sum(mine))
-        terms.append(Term(f"worker {worker_id}", f"expert pool, {sum(mine)} slots", nbytes))
-        shares.append(WorkerShare(tuple(layer.layer for layer in group), tuple(mine), nbytes))
-    return terms, tuple(shares)
+    return LayerDemand(capped, experts.shape.slab_bytes, floor)
 
 
 def _table_bytes(group: Sequence[LayerDemand], num_slots: int) -> int:
@@ -344,22 +294,95 @@ def _table_bytes(group: Sequence[LayerDemand], num_slots: int) -> int:
     return overhead_bytes(len(group), len({demand.slab_bytes for demand in group}), num_slots)
 
 
-def _too_small(fixed: Sequence[Term], pool_floor: int, budget_bytes: int) -> MemoryPlanError:
-    allowance = sum(term.nbytes for term in fixed if term.process == "all")
-    needed = int((sum(term.nbytes for term in fixed) - allowance + pool_floor) / (1 - ALLOWANCE)) + 1
-    lines = [f"  {format_size(term.nbytes):>9}  {term.process}: {term.name}" for term in fixed]
-    lines.append(f"  {format_size(pool_floor):>9}  expert pools, at least one token's experts in each layer")
+def _within_shm(draft: _Draft, slab_budget: int, free: int | None) -> tuple[int, str]:
+    """The slabs must fit /dev/shm: with "auto" they take what it has, a size that was asked for is refused."""
+    most = sum(demand.num_experts * demand.slab_bytes for group in draft.demands for demand in group)
+    wanted = min(slab_budget, most) + draft.pool_table_bytes
+    if free is None or wanted <= free:
+        return slab_budget, ""
+    fitting = free - draft.pool_table_bytes
+    if draft.config.ram == "auto" and fitting >= draft.floor_bytes:
+        return fitting, f"expert pools {format_size(fitting)}: /dev/shm has no more free"
+    lower = int((draft.fixed_bytes + free) * (1 + ALLOWANCE))
+    cure = f" or lower --ram to {format_size(lower)} ({lower} bytes)" if fitting >= draft.floor_bytes else ""
+    raise MemoryPlanError(
+        f"the expert pools need {format_size(wanted)} of shared memory, /dev/shm has {format_size(free)} free; "
+        f"enlarge it (mount -o remount,size=... /dev/shm; in a container --shm-size){cure}"
+    )
+
+
+def _pools(draft: _Draft, slab_budget: int) -> tuple[list[Term], tuple[WorkerShare, ...]]:
+    """Share `slab_budget` among the layers of all workers."""
+    slots = list(plan_slots([demand for group in draft.demands for demand in group], slab_budget).num_slots)
+    terms, shares = [], []
+    for worker_id, (group, demands) in enumerate(zip(draft.groups, draft.demands, strict=True)):
+        mine, slots = slots[: len(group)], slots[len(group) :]
+        slab_bytes = sum(n * demand.slab_bytes for n, demand in zip(mine, demands, strict=True))
+        pool_bytes = slab_bytes + _table_bytes(demands, sum(mine))
+        floor_bytes = sum(demand.floor * demand.slab_bytes for demand in demands)
+        terms.append(Term(f"worker {worker_id}", f"expert pool, {sum(mine)} slots", pool_bytes))
+        layers = tuple(layer.layer for layer in group)
+        shares.append(WorkerShare(layers, tuple(mine), pool_bytes, slab_bytes, floor_bytes))
+    return terms, tuple(shares)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def _smallest_budget(draft: _Draft) -> int:
+    """The least `--ram` for this run. A larger budget may choose more context, which needs more again, but less each time."""
+    budget, needed = -1, 0
+    while needed > budget:
+        budget = needed
+        needed = _draft(draft.model, draft.config, draft.tables, budget).needed_bytes
+    return budget
+
+
+def _too_small(draft: _Draft, budget_bytes: int) -> MemoryPlanError:
+    needed = _smallest_budget(draft)
+    pools = Term(
+        "workers", "expert pools, one token's experts in each layer", draft.floor_bytes + draft.pool_table_bytes
+    )
+    terms = [*draft.terms, pools]
+    terms.append(Term("all", f"allowance, {ALLOWANCE:.0%}", int(sum(term.nbytes for term in terms) * ALLOWANCE) + 2))
+    sums = accumulate(term.nbytes for term in terms)
+    missing = next(term for term, total in zip(terms, sums, strict=True) if total > budget_bytes)
+    asked = format_size(budget_bytes) if draft.config.ram != "auto" else f"auto, here {format_size(budget_bytes)},"
+    lines = [f"  {format_size(term.nbytes):>9}  {term.process}: {term.name}" for term in terms]
     return MemoryPlanError(
-        f"--ram {format_size(budget_bytes)} is too small, this run needs at least {format_size(needed)} ({needed} bytes):\n"
+        f"--ram {asked} is too small, this run needs at least {format_size(needed)} ({needed} bytes); "
+        f"what does not fit any more is {missing.name} ({missing.process}), in\n"
         + "\n".join(lines)
         + "\nraise --ram, or lower --ctx, --prefill-chunk, --io-threads or --workers"
     )
 
 
-def _check_shm(pool_bytes: int) -> None:
-    free = free_shm_bytes()
-    if free is not None and pool_bytes > free:
-        raise MemoryPlanError(
-            f"the expert pools need {format_size(pool_bytes)} of shared memory, /dev/shm has {format_size(free)} free; "
-            "enlarge it (mount -o remount,size=... /dev/shm; in a container --shm-size) or lower --ram"
-        )
+def _more_than_available(draft: _Draft, budget_bytes: int, room: Room, available: int) -> MemoryPlanError:
+    needed = _smallest_budget(draft)
+    cure = (
+        "lower it" if needed <= available else "free memory, or lower --ctx, --prefill-chunk, --io-threads or --workers"
+    )
+    return MemoryPlanError(
+        f"--ram {format_size(budget_bytes)} is more than the {format_size(available)} that are available ({room}); "
+        f"this run needs at least {format_size(needed)} ({needed} bytes): {cure}"
+    )
+
+
+def _check_address_space(
+    terms: Sequence[Term], shares: Sequence[WorkerShare], config: LaunchConfig, num_threads: int
+) -> None:
+    """Under `ulimit -v` a process must be able to map all it will; the coordinator maps all pools, as their creator."""
+    limit = address_space_bytes()
+    if limit is None:
+        return
+    pools = sum(share.pool_bytes for share in shares)
+    needs = [("coordinator", pools, 8 + num_threads)]
+    needs += [(f"worker {idx}", 0, 3 + num_threads + config.io_threads) for idx in range(len(shares))]
+    for process, mapped, threads in needs:
+        own = sum(term.nbytes for term in terms if term.process == process)
+        needed = own + mapped + _ADDRESS_BYTES + threads * _THREAD_ADDRESS_BYTES
+        if needed > limit:
+            raise MemoryPlanError(
+                f"{process} needs {format_size(needed)} of address space, `ulimit -v` (RLIMIT_AS) allows "
+                f"{format_size(limit)}; raise it, or lower --ram, --ctx or --io-threads"
+            )

@@ -4,6 +4,7 @@
         lock                  flock'ed by the coordinator for its whole life: "in use" is "cannot be locked"
         cluster.json          pid, model, shared-memory names: written once when the cluster starts
         control, workers      sockets (see transport)
+        last-words            empty; the error that ended the cluster, for clients that opened it in time
         coordinator.log       only of a detached cluster
 
 The base is $COLIBRI_RUN_DIR, else $XDG_RUNTIME_DIR/colibri-mp, else a folder of this user in the temporary folder. A
@@ -19,11 +20,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
-from colibri_mp.errors import ConfigError
+from colibri_mp.errors import ColibriError, ConfigError, from_wire
 
+_LAST_WORDS = "last-words"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,31}")
 
 
@@ -33,6 +36,13 @@ class ClusterInfo(msgspec.Struct, frozen=True):
     pid: int
     model: str
     segments: tuple[str, ...]
+
+
+class _LastWords(msgspec.Struct, frozen=True):
+    """What `last-words` holds: an error as it travels."""
+
+    kind: str
+    message: str
 
 
 def base_folder() -> Path:
@@ -81,6 +91,14 @@ class RunDir:
         """Messages of a detached cluster."""
         return self.path / "coordinator.log"
 
+    def leave_last_words(self, error: ColibriError) -> None:
+        """Tell clients that wait, or will, why the cluster has ended: who has the file open reads it, removed or not."""
+        (self.path / _LAST_WORDS).write_bytes(msgspec.json.encode(_LastWords(error.kind, str(error))))
+
+    def open_last_words(self) -> BinaryIO:
+        """The file for `read_last_words`; `FileNotFoundError` if the cluster has ended."""
+        return (self.path / _LAST_WORDS).open("rb")
+
     def describe(self, info: ClusterInfo) -> None:
         """Write `cluster.json`, atomically."""
         temporary = self.path / "cluster.json.new"
@@ -125,7 +143,18 @@ def create(name: str) -> RunDir:
     for leftover in path.iterdir():
         if leftover.name != "lock":
             leftover.unlink()
+    (path / _LAST_WORDS).touch(0o600)
     return RunDir(path, fd)
+
+
+def read_last_words(file: BinaryIO) -> ColibriError | None:
+    """The error that ended the cluster; None while it runs, or when it ended without a word."""
+    file.seek(0)
+    try:
+        words = msgspec.json.decode(file.read(), type=_LastWords)
+    except msgspec.MsgspecError:  # empty
+        return None
+    return from_wire(words.kind, words.message)
 
 
 def find(name: str) -> RunDir | None:

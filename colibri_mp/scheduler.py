@@ -57,13 +57,19 @@ class Rows:
 
 
 class Scheduler:
-    """Sequences waiting, and running with KV blocks in hand."""
+    """Sequences waiting, and running with KV blocks in hand. While `admits` is false those that wait go on waiting."""
 
     def __init__(self, allocator: BlockAllocator, max_rows: int) -> None:
         self.allocator = allocator
         self.max_rows = max_rows
+        self.admits = True
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `schedule` would find rows."""
+        return bool(self.running or (self.admits and self.waiting))
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence.
@@ -104,7 +110,7 @@ class Scheduler:
             part.sequence.num_computed += part.count
 
     def _admit(self) -> None:
-        while self.waiting:
+        while self.admits and self.waiting:
             blocks = self.allocator.acquire(self.waiting[0].projected_tokens)
             if blocks is None:
                 return

@@ -2,6 +2,7 @@
 
     main thread       engine: waits for commands and worker deaths, runs steps
     control thread    clients' socket, status, memory readings (see control)
+    monitor thread    memory pressure: sizes of the pools, admission (see monitor)
     lifeline thread   owned clusters: waits for the end of stdin, which is the end of the client
 
 Ends by `Shutdown`, SIGTERM, the end of an owning client, or a worker's death; in each case requests are answered,
@@ -30,8 +31,12 @@ from colibri_mp.errors import ColibriError, WorkerDied
 from colibri_mp.handshake import Ready, Reporter, StartFailed, read_request
 from colibri_mp.kernels.kv_cache import BLOCK_TOKENS
 from colibri_mp.kvcache import BlockAllocator
+from colibri_mp.limits import rooms
 from colibri_mp.memory import MemoryWatch
 from colibri_mp.messages import Cancel, Generate, Score, Shutdown, Status
+from colibri_mp.monitor import Monitor
+from colibri_mp.plan_terms import CLIENT_BYTES
+from colibri_mp.pressure import Decision, Governor, Reading
 from colibri_mp.scheduler import Scheduler
 from colibri_mp.shm.segment import unlink_stale
 from colibri_mp.tokenizer import Tokenizer, eos_token_ids, sampling_defaults
@@ -127,10 +132,13 @@ class Service:
             eos_token_ids(checkpoint, tokenizer),
             self.control.emit,
         )
+        self.monitor = Monitor(self._make_governor(), self._read_pressure, self._relieve)
         self._processes = self.coordinator.processes()
         self._sample_memory()
         self._stack.callback(self.control.close)
+        self._stack.callback(self.monitor.close)
         self.control.start()
+        self.monitor.start()
 
     def stop(self) -> None:
         """Ask the cluster to end; callable from any thread and from a signal handler."""
@@ -143,6 +151,7 @@ class Service:
         try:
             while not self._stopping.is_set():
                 self._wait_if_idle()
+                self.coordinator.supervisor.exchange()
                 for command in self.control.inbox.drain():
                     self._obey(command)
                 self.coordinator.supervisor.check_alive()
@@ -151,6 +160,7 @@ class Service:
             pass
         except WorkerDied as error:
             self._broken = error
+            self.run_dir.leave_last_words(error)
             _log.error("%s", error)
         self.engine.fail_all(self._broken or ColibriError("the cluster is stopping"))
         return self._broken.exit_code if self._broken else 0
@@ -182,9 +192,11 @@ class Service:
             "workers": coordinator.describe_workers(),
             "memory": {
                 "budget_bytes": coordinator.plan.budget_bytes,
+                "planned_bytes": coordinator.plan.planned_bytes,
                 "used_bytes": self._watch.total_bytes,
                 "peak_bytes": self._watch.peak_bytes,
                 "by_process": self._watch.by_process,
+                "pressure": self.monitor.status(),
             },
             "notes": list(self.notes),
         }
@@ -196,9 +208,9 @@ class Service:
                 os.dup2(file.fileno(), fd)
 
     def _wait_if_idle(self) -> None:
-        if self.engine.is_idle:
+        if not self.engine.can_step:
             self.coordinator.trace.flush()
-            wait([self.control.inbox.fd, *self.coordinator.supervisor.sentinels], _IDLE_TICK_S)
+            wait([self.control.inbox.fd, *self.coordinator.supervisor.sources], _IDLE_TICK_S)
 
     def _obey(self, command: Command) -> None:
         match command:
@@ -212,6 +224,25 @@ class Service:
             case (client, Generate() | Score() as request):
                 self.engine.submit(client, request)
 
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def _make_governor(self) -> Governor:
+        workers = self.coordinator.plan.workers
+        return Governor(sum(share.slab_bytes for share in workers), sum(share.floor_bytes for share in workers))
+
+    def _read_pressure(self) -> Reading:
+        """What the monitor looks at. An owner counts as planned: what else it does with its memory is its own business."""
+        watch, slab_bytes = self._watch, self.coordinator.slab_bytes()
+        owner_bytes = watch.by_process.get("client", 0)
+        others = watch.total_bytes - watch.pool_bytes - owner_bytes + (CLIENT_BYTES if owner_bytes else 0)
+        return Reading(time.monotonic(), rooms(), slab_bytes, self.coordinator.plan.budget_bytes - others - slab_bytes)
+
+    def _relieve(self, decision: Decision) -> None:
+        """Called in the monitor's thread: the engine's thread finds what it has to do between two steps."""
+        self.coordinator.limit_slabs(decision.slab_bytes)
+        self.engine.scheduler.admits = decision.admits
+        self.control.inbox.wake()
+
     def _tick(self) -> None:
         """Sample the memory now and then: reading a process's share walks its page tables, 0.1 s for some GB."""
         if time.monotonic() >= self._next_sample:
@@ -219,7 +250,6 @@ class Service:
 
     def _sample_memory(self) -> None:
         started = time.monotonic()
-        pool_bytes = sum(share.pool_bytes for share in self.coordinator.plan.workers)
-        self._watch.sample([*self._owner, *self._processes], pool_bytes)
+        self._watch.sample([*self._owner, *self._processes], self.coordinator.slab_bytes())
         ended = time.monotonic()
         self._next_sample = ended + max(_SAMPLE_S, (ended - started) / _SAMPLE_SHARE)

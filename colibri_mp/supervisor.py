@@ -2,6 +2,7 @@
 
     coordinator ── spawn ──▶ worker k        multiprocessing, "spawn"
         │  Route ──▶  ◀── Routed, Failed     one ROUTER socket, peers "worker-k"
+        │  Resize ──▶  ◀── Resized           sent between steps; the answer may come while another is awaited
         └─ sentinel of each process          every wait is on the socket *and* the sentinels
 
 A worker that ends, or does not answer within the step timeout, raises `WorkerDied` out of the wait it concerns; the
@@ -12,12 +13,14 @@ import contextlib
 import logging
 import multiprocessing
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
 
+from colibri_mp.control_groups import KillCounter
 from colibri_mp.errors import ProtocolError, WorkerDied, describe_exit, from_wire
-from colibri_mp.messages import Failed, Floats, Hello, Ints, Message, Route, Routed, Stop
+from colibri_mp.messages import Failed, Floats, Hello, Ints, Message, Resize, Resized, Route, Routed, Stop
 from colibri_mp.rundir import RunDir
 from colibri_mp.transport import Listener, Waitable, Waiter
 from colibri_mp.workers.core import WorkerConfig
@@ -29,12 +32,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class WorkerHandle:
-    """One worker as the coordinator sees it. `notes` are what it said of its own choices when it was ready."""
+    """One worker as the coordinator sees it.
+
+    `notes` are what it said of its own choices when it was ready; `slab_limit_bytes` is its last answer to a `Resize`.
+    """
 
     config: WorkerConfig
     process: SpawnProcess
     notes: tuple[str, ...] = ()
     is_ready: bool = False
+    slab_limit_bytes: int | None = None
 
     @property
     def peer(self) -> bytes:
@@ -62,6 +69,8 @@ class Supervisor:
         self._listener = Listener(run_dir.workers)
         self.workers: list[WorkerHandle] = []
         self._by_layer: dict[int, WorkerHandle] = {}
+        self._wanted_sizes: deque[Sequence[int]] = deque()
+        self._kills = KillCounter()
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -78,7 +87,7 @@ class Supervisor:
             handle = WorkerHandle(config, process)
             self.workers.append(handle)
             self._by_layer.update({layer.layer: handle for layer in config.expert_layers})
-        self._waiter = Waiter([self._listener, *self.sentinels])
+        self._waiter = Waiter(self.sources)
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until every worker has said hello.
@@ -126,6 +135,8 @@ class Supervisor:
             WorkerDied: its owner ended or stopped answering.
             ColibriError: the step failed in the worker (its pool is intact, the next step works).
         """
+        if self._wanted_sizes:
+            self._send_sizes()
         worker = self._by_layer[layer]
         if not self._listener.send(worker.peer, Route(step, layer, x, ids, weights)):
             self.check_alive()
@@ -140,6 +151,19 @@ class Supervisor:
                 case other:
                     raise ProtocolError(f"{type(other).__name__} out of turn from {worker.label}")
 
+    def request_sizes(self, slab_bytes: Sequence[int]) -> None:
+        """Have each worker keep its slabs within so many bytes, soon: between two steps. Callable from any thread."""
+        self._wanted_sizes.append(slab_bytes)
+
+    def exchange(self) -> None:
+        """Send the sizes that are wanted and take in answers to earlier ones, without waiting; for idle moments."""
+        self._send_sizes()
+        while (received := self._listener.receive()) is not None:
+            if isinstance(received, ProtocolError):
+                raise received
+            if not self._take_aside(received[1]):
+                raise ProtocolError(f"{type(received[1]).__name__} out of turn from {received[0].decode()}")
+
     def owner_of(self, layer: int) -> int:
         """Id of the worker that owns `layer`."""
         return self._by_layer[layer].config.worker_id
@@ -148,12 +172,28 @@ class Supervisor:
         """Raise `WorkerDied` if a worker has ended."""
         for worker in self.workers:
             if worker.process.exitcode is not None:
-                raise WorkerDied(f"{worker.label} {describe_exit(worker.process.exitcode)}")
+                described = describe_exit(worker.process.exitcode, self._kills.has_risen())
+                raise WorkerDied(f"{worker.label} {described}")
 
     @property
-    def sentinels(self) -> list[Waitable]:
-        """File descriptors that become readable when a worker ends."""
-        return [int(worker.process.sentinel) for worker in self.workers]
+    def sources(self) -> list[Waitable]:
+        """What becomes readable when a worker says something, or ends."""
+        return [self._listener, *(int(worker.process.sentinel) for worker in self.workers)]
+
+    def _send_sizes(self) -> None:
+        """Of several wishes only the last counts. A worker that cannot be reached is found dead elsewhere."""
+        sizes: Sequence[int] = ()
+        while self._wanted_sizes:
+            sizes = self._wanted_sizes.popleft()
+        for worker, slab_bytes in zip(self.workers, sizes, strict=False):
+            self._listener.send(worker.peer, Resize(slab_bytes))
+
+    def _take_aside(self, message: Message) -> bool:
+        """Note what a worker says beside the steps; False if the message is something else."""
+        if not isinstance(message, Resized):
+            return False
+        self.workers[message.worker_id].slab_limit_bytes = message.slab_bytes
+        return True
 
     def _receive(
         self, deadline: float, awaited: WorkerHandle, silence: str, on_message: Callable[[], None] = lambda: None
@@ -166,7 +206,7 @@ class Supervisor:
                 received = self._listener.receive()
                 if isinstance(received, ProtocolError):
                     raise received
-                if received is not None:
+                if received is not None and not self._take_aside(received[1]):
                     return received[1]
             elif ready:
                 self._reap()

@@ -172,6 +172,11 @@ class Worker:
             held, self._held = self._held, None
             self._pool.release(held)
 
+    def resize(self, slab_bytes: int) -> int:
+        """Keep the pool's slabs within `slab_bytes` from now on; returns what they may take (see `ExpertPool.resize`)."""
+        self.settle()
+        return self._pool.resize(slab_bytes)
+
     def check_integrity(self) -> None:
         """`PoolError` if the pool contradicts itself; for idle moments and tests."""
         self.settle()

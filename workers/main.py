@@ -1,4 +1,4 @@
-"""The process of one worker: attach the pool, say hello, answer `Route` until `Stop` or the coordinator's death.
+"""The process of one worker: attach the pool, say hello, answer `Route` and `Resize` until `Stop` or the coordinator's death.
 
 The wait is on the socket and on the parent's sentinel (its end of a pipe closes when it dies, however it dies). A worker
 that outlives its coordinator removes what that could not: its segment's name and the run directory.
@@ -16,7 +16,7 @@ import numpy as np
 
 from colibri_mp import log, rundir
 from colibri_mp.errors import ColibriError, ProtocolError
-from colibri_mp.messages import Failed, Hello, Route, Routed, Stop
+from colibri_mp.messages import Failed, Hello, Resize, Resized, Route, Routed, Stop
 from colibri_mp.shm.segment import unlink_stale
 from colibri_mp.transport import Link, Waiter
 from colibri_mp.workers.core import Worker, WorkerConfig
@@ -66,6 +66,8 @@ def _loop(worker: Worker, link: Link) -> None:
             case Route():
                 link.send(_answer(worker, message))
                 worker.settle()  # while the coordinator goes on with the next layer
+            case Resize(slab_bytes=slab_bytes):
+                link.send(Resized(worker.config.worker_id, worker.resize(slab_bytes)))
             case None:
                 continue
             case other:

@@ -1,10 +1,9 @@
-"""Atomic operations on int64 in memory, the system calls that park and wake threads, and a clock, for compiled code.
+"""Atomic operations on int64 in memory, and the system calls that park threads and tell the time, for compiled code.
 
 Addresses are 8-aligned. `load_acquire` and `store_release` pair up; the others are sequentially consistent.
 """
 
 import platform
-import sys
 from typing import Any
 
 from llvmlite import ir
@@ -12,15 +11,15 @@ from numba import types
 
 from colibri_mp.kernels import emit
 from colibri_mp.kernels.emit import I32, I64, constant
-from colibri_mp.kernels.jit import operation
+from colibri_mp.kernels.jit import fixed, operation
 
 read = types.ExternalFunction("read", types.int64(types.int32, types.int64, types.int64))
 """read(2); by symbol and not as a ctypes pointer, which could not be cached."""
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
 clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
-"""clock_gettime(2): two int64 at an address, seconds and nanoseconds."""
-PERF_COUNTER = 8 if sys.platform == "darwin" else 1
-"""The clock of `time.perf_counter`: CLOCK_UPTIME_RAW, CLOCK_MONOTONIC."""
+"""clock_gettime(2), the time as int64 seconds, int64 nanoseconds."""
+PERF_COUNTER_CLOCK = fixed(8 if platform.system() == "Darwin" else 1)
+"""The clock of `time.perf_counter`: CLOCK_UPTIME_RAW, or CLOCK_MONOTONIC."""
 
 _IS_ARM = platform.machine() in ("arm64", "aarch64")
 

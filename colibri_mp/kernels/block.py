@@ -3,30 +3,43 @@
 Between two answers of a worker the coordinator makes one such call, so that the threads are woken once for each layer.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-from colibri_mp.kernels import attention_stage, normed_linear
+from colibri_mp.kernels import atomic, attention_stage, normed_linear
 from colibri_mp.kernels.attention import AttentionStage
 from colibri_mp.kernels.attention_inputs import AttentionWeights, Batch
 from colibri_mp.kernels.attention_stage import NUM_PHASES, attention_phases
-from colibri_mp.kernels.jit import Native
+from colibri_mp.kernels.jit import Native, compiled, fixed
 from colibri_mp.kernels.kv_cache import KVCache
 from colibri_mp.kernels.layout import PackedMatrix
 from colibri_mp.kernels.router import RouterStage, router_phases
-from colibri_mp.kernels.team import ThreadTeam
+from colibri_mp.kernels.team import ThreadTeam, barrier, done, take
 from colibri_mp.kernels.vectors import record_at
 
 F32Array = NDArray[np.float32]
 I32Array = NDArray[np.int32]
 
-FRAME = np.dtype([("attention", attention_stage.FRAME), ("router", normed_linear.FRAME)])
-_ATTENTION_BYTES = attention_stage.FRAME.itemsize
+FRAME = np.dtype([("attention", attention_stage.FRAME), ("router", normed_linear.FRAME), ("time", np.int64)])
+_ROUTER_START = attention_stage.FRAME.itemsize
+_ROUTER_END = _ROUTER_START + normed_linear.FRAME.itemsize
+_TIME, _ONE_CHUNK = fixed(NUM_PHASES), fixed(1)
+
+
+@compiled
+def _time_phase(job: Any, control: int, tag: int) -> bool:
+    """Note when the attention has ended. False: the job is over, leave."""
+    if take(control, tag, _TIME, _ONE_CHUNK) >= 0:
+        atomic.clock_gettime(atomic.PERF_COUNTER_CLOCK, job.time)
+        done(control, _TIME)
+    return barrier(control, tag, _TIME, _ONE_CHUNK)
 
 
 def _block_stage(frame: int, control: int, tag: int) -> None:
     job = record_at(frame, FRAME)
-    if attention_phases(job.attention, control, tag):
+    if attention_phases(job.attention, control, tag) and _time_phase(job, control, tag):
         router_phases(job.router, control, tag)
 
 
@@ -38,7 +51,8 @@ class BlockStage:
 
     def __init__(self, team: ThreadTeam, attention: AttentionStage, router: RouterStage) -> None:
         self._team, self._attention, self._router = team, attention, router
-        self._frame = np.zeros(1, FRAME)
+        self._frame, self._time = np.zeros(1, FRAME), np.zeros(2, np.int64)
+        self._frame["time"] = self._time.ctypes.data
         self._bytes = self._frame.view(np.uint8)
 
     def __call__(
@@ -50,7 +64,14 @@ class BlockStage:
         Arguments and errors: `AttentionStage`; results, which are views: `RouterStage`.
         """
         attention = self._attention.frame(x, weights, kv, layer_idx, batch)
-        router = self._router.frame(x, mlp_norm, gate, NUM_PHASES)
-        self._bytes[:_ATTENTION_BYTES], self._bytes[_ATTENTION_BYTES:] = attention.view(np.uint8), router.view(np.uint8)
+        router = self._router.frame(x, mlp_norm, gate, NUM_PHASES + 1)
+        self._bytes[:_ROUTER_START] = attention.view(np.uint8)
+        self._bytes[_ROUTER_START:_ROUTER_END] = router.view(np.uint8)
         self._team.run(STAGE, self._frame)
         return self._router.results(x.shape[0])
+
+    @property
+    def attention_ended_s(self) -> float:
+        """When the attention of the last call ended, by `time.perf_counter`."""
+        seconds, nanoseconds = self._time.tolist()
+        return float(seconds + nanoseconds * 1e-9)

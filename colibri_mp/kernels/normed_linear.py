@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from colibri_mp.kernels import atomic
 from colibri_mp.kernels.jit import Native, compiled
 from colibri_mp.kernels.layout import PackedMatrix, num_blocks
 from colibri_mp.kernels.linear import MATRIX, blocks_per_chunk, describe, multiply_blocks, prepare_rows, row_table
@@ -19,7 +18,7 @@ from colibri_mp.kernels.team import ThreadTeam, aligned_bytes, barrier, done, ta
 F32Array = NDArray[np.float32]
 
 _LINEAR_FIELDS = ("x", "num_rows", "width", "norm_weight", "h", "prepared", "xs", "y", "y_stride", "ys")
-_STAGE_FIELDS = ("first_phase", "started")
+_STAGE_FIELDS = ("first_phase",)
 _ROUTER_FIELDS = ("num_experts", "top_k", "renormalise", "probabilities", "ids", "expert_weights")
 FRAME = np.dtype(
     [
@@ -29,7 +28,7 @@ FRAME = np.dtype(
         ("top_p", np.float64),
     ]
 )
-"""Addresses, strides in bytes and counts. `first_phase`: of the job, other phases may come before; `started`: see `NormedLinear`."""
+"""Addresses, strides in bytes and counts; at the end what is neither. `first_phase`: of the job, other phases may come before."""
 
 _ROWS_A_CHUNK = 4
 _SMALL_WORK_BYTES = 256 * 1024
@@ -47,8 +46,6 @@ def norm_phase(job: Any, control: int, tag: int) -> bool:
     phase, num_chunks = job.first_phase, num_row_chunks(job)
     chunk = take(control, tag, phase, num_chunks)
     while chunk >= 0:
-        if chunk == 0:
-            atomic.clock_gettime(atomic.PERF_COUNTER, job.started)
         first, last = chunk * _ROWS_A_CHUNK, min(job.num_rows, (chunk + 1) * _ROWS_A_CHUNK)
         for row in range(first, last):
             offset = row * job.width * 4
@@ -76,8 +73,6 @@ def multiply_phase(job: Any, control: int, tag: int) -> bool:
 class NormedLinear:
     """Buffers for up to `max_rows` rows x [R, D] -> h [R, D], y [R, N], and the frames of a stage made of the phases above.
 
-    `started`: when the first phase of the last call began, int64 seconds and nanoseconds of `time.perf_counter`.
-
     Weights met in a call are kept (some kB each) until this object goes.
     """
 
@@ -86,7 +81,6 @@ class NormedLinear:
         self.h: F32Array = aligned_bytes(max_rows * width * 4).view(np.float32).reshape(max_rows, width)
         self.y: F32Array = aligned_bytes(max_rows * num_blocks(num_outputs) * 64).view(np.float32).reshape(max_rows, -1)
         self._prepared = aligned_bytes(max_rows * _largest_prepared(width))
-        self.started: NDArray[np.int64] = np.zeros(2, np.int64)
         self._ys = row_table(self.y.ctypes.data, self.y.strides[0], max_rows)
         self._tables: dict[int, NDArray[np.int64]] = {}
         self._frames: dict[int, tuple[PackedMatrix, NDArray[np.void]]] = {}
@@ -94,7 +88,6 @@ class NormedLinear:
         self.template["width"], self.template["eps"], self.template["y_stride"] = width, norm_eps, self.y.strides[0]
         for name, buffer in (("h", self.h), ("prepared", self._prepared), ("y", self.y), ("ys", self._ys)):
             self.template[name] = buffer.ctypes.data
-        self.template["started"] = self.started.ctypes.data
 
     @staticmethod
     def scratch_bytes(width: int, num_outputs: int, max_rows: int) -> int:

@@ -183,12 +183,6 @@ class RouterStage:
         """What a call returns, for the last one."""
         return self._linear.h[:num_tokens], self._ids[:num_tokens], self._weights[:num_tokens]
 
-    @property
-    def started_s(self) -> float:
-        """When the last call's first phase began, by `time.perf_counter`: before that, others may have been on turn."""
-        seconds, nanoseconds = self._linear.started.tolist()
-        return float(seconds + nanoseconds * 1e-9)
-
     def logits(self, num_tokens: int) -> F32Array:
         """Gate logits [T, E] of the last call, a view."""
         return self._linear.y[:num_tokens, : self.spec.num_experts]

@@ -168,15 +168,33 @@ def test_request_id_in_use_is_refused() -> None:
 
 
 def test_scores_are_complete_and_in_order() -> None:
-    """Each prompt's logits come once, a row a position, in chunks that respect the limits."""
+    """Each prompt's logits come once, a row a position, in order, as chunks that respect the limits are computed."""
     bench = Bench()
     prompts = [[7, 8, 9, 10, 11], [30]]
     bench.engine.submit(b"a", Score(1, prompts, chunk=2))
     bench.run()
-    found = {m.prompt_idx: m.logits for m in bench.sent[b"a"] if isinstance(m, Scores)}
+    parts = [m for m in bench.sent[b"a"] if isinstance(m, Scores)]
+    found = {idx: np.concatenate([m.logits for m in parts if m.prompt_idx == idx]) for idx in range(len(prompts))}
     for idx, prompt in enumerate(prompts):
         np.testing.assert_array_equal(np.argmax(found[idx], axis=1), np.array(prompt) + 1)
     assert max(count for step in bench.model.steps for count in step) == 2
+    assert max(len(m.logits) for m in parts) == 2
+
+
+def test_requests_wait_while_none_is_admitted() -> None:
+    """With admission closed what runs goes on, a new request waits and costs no steps, and is served afterwards."""
+    bench = Bench()
+    bench.engine.submit(b"a", ask([1]))
+    bench.engine.step()
+    bench.engine.scheduler.admits = False
+    bench.engine.submit(b"b", ask([20]))
+    while bench.engine.can_step:
+        bench.engine.step()
+    assert (len(bench.tokens(b"a")), bench.tokens(b"b")) == (5, [])
+    assert not bench.engine.is_idle
+    bench.engine.scheduler.admits = True
+    bench.run()
+    assert bench.tokens(b"b") == [21, 22, 23, 24, 25]
 
 
 def test_cancel_frees_everything() -> None:

@@ -8,8 +8,8 @@ import pytest
 from colibri_mp.checkpoint.source import Checkpoint
 from colibri_mp.config import LaunchConfig, flag_of
 from colibri_mp.errors import ConfigError
+from colibri_mp.limits import Room
 from colibri_mp.lossy import lossy_options, with_lossy_routing
-from colibri_mp.memory import Available
 from colibri_mp.models import load_model
 from colibri_mp.models.structure import DenseSpec
 from colibri_mp.planner import make_plan
@@ -55,7 +55,7 @@ def test_help_says_lossy() -> None:
 def test_fewer_experts_need_fewer_slots() -> None:
     """The plan's floor follows k: one slot a layer is enough for one expert a token."""
     config = LaunchConfig(expert_top_k=1, slots=1, num_threads=1, num_workers=1, ctx=128)
-    plan = make_plan(with_lossy_routing(MODEL, config), config, Available(10**9, "assumed"))
+    plan = make_plan(with_lossy_routing(MODEL, config), config, Room("a machine", 10**9, 10**9))
     assert set(plan.workers[0].num_slots) == {1}
 
 

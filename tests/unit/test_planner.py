@@ -11,17 +11,32 @@ from hypothesis import strategies as st
 from colibri_mp.checkpoint.source import Checkpoint
 from colibri_mp.config import LaunchConfig
 from colibri_mp.errors import ConfigError, MemoryPlanError
-from colibri_mp.memory import Available
+from colibri_mp.limits import Room
 from colibri_mp.models import load_model
-from colibri_mp.planner import Plan, make_plan, max_logit_rows, split_layers
+from colibri_mp.plan_terms import LIBRARY_BYTES, max_logit_rows, table_bytes
+from colibri_mp.planner import ALLOWANCE, Plan, make_plan, split_layers, split_slabs
 
-MODEL = load_model(Checkpoint.open(Path(__file__).parents[1] / "golden" / "tiny" / "qwen3_moe"))
-MACHINE = Available(8_000_000_000, "available in the system")
+CHECKPOINT = Checkpoint.open(Path(__file__).parents[1] / "golden" / "tiny" / "qwen3_moe")
+MODEL = load_model(CHECKPOINT)
+MACHINE = Room("the system", 16_000_000_000, 8_000_000_000)
 
 
-def plan(available: Available = MACHINE, **settings: Any) -> Plan:
+def plan(room: Room = MACHINE, free_shm: int | None = None, **settings: Any) -> Plan:
     """A plan of the small fixture: 4 layers of 8 experts, top 2, 12 kB an expert, context 512."""
-    return make_plan(MODEL, LaunchConfig(num_threads=1, **settings), available)
+    config = LaunchConfig(num_threads=1, **settings)
+    return make_plan(MODEL, config, room, table_bytes(CHECKPOINT), free_shm=free_shm)
+
+
+def refusal(room: Room = MACHINE, **settings: Any) -> str:
+    """What the plan says when it refuses."""
+    with pytest.raises(MemoryPlanError) as refused:
+        plan(room, **settings)
+    return str(refused.value)
+
+
+def needed_bytes(message: str) -> int:
+    """The size that a refusal asks for."""
+    return int(message.partition("at least ")[2].partition("(")[2].partition(" bytes")[0])
 
 
 def test_terms_add_up_and_name_every_process() -> None:
@@ -39,15 +54,44 @@ def test_everything_fits_in_a_large_memory() -> None:
     assert made.resident_share == 1.0
 
 
+def test_total_is_what_is_needed() -> None:
+    """When the whole model fits, more memory changes nothing but the budget; the allowance is a share of the rest."""
+    small, large = plan(ram="1GB", num_workers=1, ctx=128), plan(ram="7GB", num_workers=1, ctx=128)
+    assert small.terms == large.terms
+    *others, allowance = large.terms
+    assert allowance.nbytes == int(sum(term.nbytes for term in others) * ALLOWANCE)
+    assert large.planned_bytes < 300_000_000
+
+
 def test_pools_shrink_to_one_tokens_experts_and_no_further() -> None:
     """The least budget gives top-k slots a layer; a byte less is refused with that size."""
-    with pytest.raises(MemoryPlanError) as refusal:
-        plan(ram=100_000_000, num_workers=1, ctx=128)
-    needed = int(str(refusal.value).split("(")[1].split(" bytes")[0])
+    needed = needed_bytes(refusal(ram=100_000_000, num_workers=1, ctx=128))
     least = plan(ram=needed, num_workers=1, ctx=128)
     assert set(least.workers[0].num_slots) == {2}
-    with pytest.raises(MemoryPlanError, match="too small"):
-        plan(ram=needed - 1000, num_workers=1, ctx=128)
+    assert least.workers[0].slab_bytes == least.workers[0].floor_bytes
+    assert needed_bytes(refusal(ram=needed - 1000, num_workers=1, ctx=128)) == needed
+
+
+@pytest.mark.parametrize("settings", [{}, {"ctx": 512, "prefill_chunk": 512}, {"num_workers": 4}, {"io_threads": 64}])
+def test_smallest_budget_can_be_given_with_automatic_choices(settings: dict[str, Any]) -> None:
+    """The size of a refusal works although a larger budget chooses more context, and it is the least that does."""
+    needed = needed_bytes(refusal(ram=1_000_000, **settings))
+    assert plan(ram=needed, **settings).planned_bytes <= needed
+    assert needed_bytes(refusal(ram=needed - 1000, **settings)) == needed
+    assert needed_bytes(refusal(ram="900GB", **settings)) == needed
+
+
+def test_refusal_names_the_term_that_does_not_fit() -> None:
+    """The first term that passes the budget is named, whichever it is, and all are listed."""
+    settings = {"num_workers": 2, "ctx": 256, "prefill_chunk": 64}
+    terms = [term for term in plan(ram="1GB", **settings).terms if "pool" not in term.name and term.process != "all"]
+    total = LIBRARY_BYTES
+    for term in terms:
+        message = refusal(ram=total + term.nbytes - 1, **settings)
+        assert f"what does not fit any more is {term.name} ({term.process})" in message
+        assert all(f"{other.process}: {other.name}" in message for other in terms)
+        total += term.nbytes
+    assert "is expert pools, one token's experts in each layer (workers)" in refusal(ram=total + 1, **settings)
 
 
 def test_slots_cap_the_pool() -> None:
@@ -58,21 +102,47 @@ def test_slots_cap_the_pool() -> None:
 
 
 def test_more_than_the_system_has_is_refused() -> None:
-    """The limit that counts is named."""
-    with pytest.raises(MemoryPlanError, match=r"9 GB is more than the 8 GB left in control group x"):
-        plan(Available(8_000_000_000, "left in control group x"), ram="9GB")
+    """The room that counts is named, and the size that would do; what this process takes itself is available."""
+    group = Room("control group x", 10_000_000_000, 8_000_000_000)
+    message = refusal(group, ram="9GB")
+    assert "9 GB is more than the 8 GB that are available (8 GB free in control group x)" in message
+    assert message.endswith("lower it")
+    assert make_plan(MODEL, LaunchConfig(ram="9GB"), group, taken=1_000_000_000).budget_bytes == 9_000_000_000
+    assert "free memory" in refusal(Room("control group x", 10_000_000_000, 80_000_000), ram="1GB")
 
 
-def test_auto_leaves_room_for_the_system() -> None:
-    """`auto` takes a share of what is available and says so."""
-    made = plan()
-    assert made.budget_bytes == int(0.85 * MACHINE.nbytes)
-    assert any(note.startswith("ram 6.8 GB: 85% of 8 GB") for note in made.notes)
+@pytest.mark.parametrize(
+    ("size", "free", "left"),
+    [
+        (16_000_000_000, 8_000_000_000, 1_200_000_000),  # 15 % of what is free
+        (16_000_000_000, 4_000_000_000, 1_024_000_000),  # the high mark
+        (2_000_000_000, 1_950_000_000, 292_500_000),
+        (600_000_000, 590_000_000, 128_000_000),
+    ],
+)
+def test_auto_leaves_room_for_the_system(size: int, free: int, left: int) -> None:
+    """`auto` leaves a share of what is free, at least the mark below which nothing grows, and says so."""
+    made = plan(Room("the system", size, free))
+    assert made.budget_bytes == free - left
+    assert "for everything else there (15%, at least" in made.notes[0]
+    assert "free in the system" in made.notes[0]
+
+
+def test_auto_that_is_too_small_says_so() -> None:
+    """The refusal of `auto` names the size that it would have been."""
+    assert "--ram auto, here 172 MB, is too small" in refusal(Room("control group x", 500_000_000, 300_000_000))
+
+
+def test_budget_that_will_not_last_is_noted() -> None:
+    """What leaves less than the high mark is planned as asked, with a warning."""
+    notes = plan(Room("the system", 16_000_000_000, 1_000_000_000), ram="900MB", slots=2, num_workers=1).notes
+    assert any("below 512 MB the expert pools shrink" in note for note in notes)
+    assert not any("the expert pools shrink" in note for note in plan(ram="1GB").notes)
 
 
 def test_second_worker_only_where_memory_allows() -> None:
     """A worker costs an interpreter: with little memory there is one, and the reason is said."""
-    assert len(plan(ram="7GB").workers) == 2
+    assert len(plan(ram="3GB").workers) == 2
     assert len(plan(ram="500MB").workers) == 1
     assert any("workers 1: a second one would take" in note for note in plan(ram="500MB").notes)
 
@@ -87,11 +157,51 @@ def test_settings_beyond_the_model(settings: dict[str, int], what: str) -> None:
         plan(ram="1GB", **settings)
 
 
-def test_small_shared_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pools larger than /dev/shm are refused before anything is created."""
-    monkeypatch.setattr("colibri_mp.planner.free_shm_bytes", lambda: 10_000)
-    with pytest.raises(MemoryPlanError, match=r"/dev/shm has 10 kB free.*--shm-size"):
-        plan(ram="1GB")
+def test_small_shared_memory_is_refused() -> None:
+    """Pools larger than /dev/shm are refused before anything is created, with the size that would fit if there is one."""
+    assert "/dev/shm has 10 kB free; enlarge it" in (message := refusal(ram="1GB", free_shm=10_000))
+    assert "--shm-size" in message
+    assert "lower --ram" not in message
+    message = refusal(ram="1GB", num_workers=1, free_shm=200_000)
+    lower = int(message.partition("lower --ram to ")[2].partition("(")[2].partition(" bytes")[0])
+    assert sum(share.pool_bytes for share in plan(ram=lower, num_workers=1).workers) <= 200_000
+
+
+def test_auto_takes_what_shared_memory_has() -> None:
+    """With `auto` the pools are as large as /dev/shm allows, and a note says so."""
+    made = plan(free_shm=200_000)
+    assert 150_000 < sum(share.pool_bytes for share in made.workers) <= 200_000
+    assert any("/dev/shm has no more free" in note for note in made.notes)
+    assert "enlarge it" in refusal(free_shm=10_000)
+
+
+def test_limited_address_space_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `ulimit -v` a process that could not map what it needs is named, with both sizes."""
+    monkeypatch.setattr("colibri_mp.planner.address_space_bytes", lambda: 1_000_000_000)
+    assert "coordinator needs 1.1" in (message := refusal(ram="1GB", num_workers=1))
+    assert "`ulimit -v` (RLIMIT_AS) allows 1 GB" in message
+    monkeypatch.setattr("colibri_mp.planner.address_space_bytes", lambda: 3_000_000_000)
+    assert "worker 0 needs" in refusal(ram="1GB", num_workers=1, io_threads=64)
+    assert plan(ram="1GB", num_workers=1).workers
+
+
+def test_tables_follow_the_checkpoint(tmp_path: Path) -> None:
+    """A tokenizer is paid for by the size of its file, and every tensor by its entry."""
+    demo = Checkpoint.open(Path(__file__).parents[2] / "colibri_mp" / "demo_model")
+    assert table_bytes(CHECKPOINT) < 1_000_000
+    assert 3_000_000 < table_bytes(demo) < 4_000_000
+
+
+def test_pressure_is_shared_by_size() -> None:
+    """A smaller limit for all slabs leaves each worker its floor and an equal share of what it had beyond."""
+    workers = plan(ram="1GB", num_workers=3).workers
+    full = sum(share.slab_bytes for share in workers)
+    floor = sum(share.floor_bytes for share in workers)
+    assert split_slabs(workers, full) == [share.slab_bytes for share in workers]
+    assert split_slabs(workers, 0) == [share.floor_bytes for share in workers]
+    half = split_slabs(workers, (full + floor) // 2)
+    assert sum(half) <= (full + floor) // 2
+    assert half == [(share.slab_bytes + share.floor_bytes) // 2 for share in workers]
 
 
 def test_logit_rows_are_bounded() -> None:

@@ -1,0 +1,148 @@
+"""What a cluster's memory is made of: the size of every term of the plan but the expert pools.
+
+The terms are what gets allocated and touched: the objects that allocate report the same sizes (`scratch_bytes`, `nbytes`,
+`packed_bytes`). What interpreters and libraries take cannot be computed; it was measured, and `scripts/measure_memory.py
+--matrix` holds the sum of all terms against the memory of running clusters.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from colibri_mp.checkpoint.experts import ExpertLayer
+from colibri_mp.checkpoint.source import Checkpoint
+from colibri_mp.config import LaunchConfig
+from colibri_mp.kernels import expert
+from colibri_mp.kernels.attention import AttentionStage
+from colibri_mp.kernels.head import HeadStage
+from colibri_mp.kernels.kv_cache import KVCache, num_blocks_for
+from colibri_mp.kernels.layout import packed_bytes
+from colibri_mp.kernels.rope import RopeTables
+from colibri_mp.kernels.router import RouterStage
+from colibri_mp.models.structure import DenseSpec, ModelSpec, MoeSpec
+from colibri_mp.workers.streamer import scratch_bytes as read_scratch_bytes
+
+# Measured on Linux x86-64 with Python 3.11 (docs/log.md): pages of files that the processes share, and what each has alone.
+LIBRARY_BYTES = 84_000_000
+CLIENT_BYTES = 18_500_000
+COORDINATOR_BYTES = 67_000_000
+TRACKER_BYTES = 7_000_000  # multiprocessing's resource tracker
+WORKER_BYTES = 64_500_000
+_TOKENIZER_BYTES, _TOKENIZER_FACTOR = 1_100_000, 8.6  # the library's tables, by the size of tokenizer.json
+_TENSOR_BYTES = 860  # what the coordinator remembers of a tensor of the checkpoint
+
+LOGITS_BYTES = 16_000_000  # logits of one step are kept below this (see `max_logit_rows`)
+
+
+@dataclass(frozen=True)
+class Term:
+    """One line of the plan: `nbytes` that `process` will hold."""
+
+    process: str
+    name: str
+    nbytes: int
+
+
+def max_logit_rows(vocab_size: int, prefill_chunk: int) -> int:
+    """Rows whose logits one step may keep, so that they take at most `LOGITS_BYTES` (one row always may)."""
+    return max(1, min(prefill_chunk, LOGITS_BYTES // (4 * vocab_size)))
+
+
+def kv_bytes(model: ModelSpec, num_tokens: int) -> int:
+    """Bytes of the KV cache for `num_tokens` positions, all layers."""
+    spec = model.layers[0].attention
+    return KVCache.nbytes(len(model.layers), num_blocks_for(num_tokens), spec.num_kv_heads, spec.head_dim)
+
+
+def resident_bytes(model: ModelSpec) -> int:
+    """Bytes of the packed matrices that the coordinator keeps, dense blocks included."""
+    return sum(packed_bytes(matrix.encoding.format, matrix.rows, matrix.cols) for matrix in model.resident_matrices())
+
+
+def table_bytes(checkpoint: Checkpoint) -> int:
+    """Bytes of the tokenizer and of what is remembered of each tensor."""
+    path = checkpoint.path / "tokenizer.json"
+    tokenizer = _TOKENIZER_BYTES + int(path.stat().st_size * _TOKENIZER_FACTOR) if path.exists() else 0
+    return tokenizer + len(checkpoint.tensors) * _TENSOR_BYTES
+
+
+def top_k(model: ModelSpec, experts: ExpertLayer) -> int:
+    """Experts that one token needs in a layer."""
+    mlp = model.layers[experts.layer].mlp
+    assert isinstance(mlp, MoeSpec)
+    return min(mlp.router.top_k, experts.num_experts)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of everything but the pools, for one choice of context, rows a step (`chunk`) and threads."""
+
+    model: ModelSpec
+    config: LaunchConfig
+    ctx_tokens: int
+    chunk: int
+    num_threads: int
+
+    def terms(self, groups: Sequence[Sequence[ExpertLayer]], tables: int) -> Iterator[Term]:
+        """All terms but the pools and the allowance; `tables` as in `table_bytes`, one group of layers a worker."""
+        rows = self.logit_rows
+        yield Term("all", "libraries, pages that the processes share", LIBRARY_BYTES)
+        yield Term("client", "interpreter and libraries", CLIENT_BYTES)
+        yield Term("coordinator", "interpreter and libraries", COORDINATOR_BYTES + TRACKER_BYTES)
+        yield Term("coordinator", "tokenizer, table of tensors", tables)
+        yield Term("coordinator", "resident weights", resident_bytes(self.model))
+        for worker_id, group in enumerate(groups):
+            yield from self.worker_terms(worker_id, group)
+        yield Term("coordinator", f"scratch, {self.chunk} rows a step", self.coordinator_scratch())
+        yield Term("coordinator", f"logits, {rows} rows a step", self.logits())
+        yield Term("coordinator", f"KV cache, {self.ctx_tokens} tokens", kv_bytes(self.model, self.ctx_tokens))
+
+    def worker_terms(self, worker_id: int, group: Sequence[ExpertLayer]) -> Iterator[Term]:
+        """A worker's terms but its pool."""
+        name, in_flight = f"worker {worker_id}", self.config.io_threads
+        yield Term(name, "interpreter and libraries", WORKER_BYTES)
+        yield Term(name, f"scratch, {self.chunk} rows a step", self.worker_scratch(group))
+        yield Term(name, f"read buffers, {in_flight} in flight", read_scratch_bytes(group, in_flight))
+
+    @property
+    def logit_rows(self) -> int:
+        """Rows of a step whose logits may be wanted."""
+        return max_logit_rows(self.model.vocab_size, self.chunk)
+
+    def logits(self) -> int:
+        """The head's buffers, and a copy of the logits on its way to the client."""
+        vocab = self.model.vocab_size
+        return HeadStage.scratch_bytes(self.model.hidden, vocab, self.logit_rows) + self.logit_rows * vocab * 4
+
+    def coordinator_scratch(self) -> int:
+        """The stages' buffers, rotary tables, messages."""
+        model, rows, planes = self.model, self.chunk, self.config.planes
+        dense = {layer.mlp.shape for layer in model.layers if isinstance(layer.mlp, DenseSpec)}
+        attention = AttentionStage.scratch_bytes(
+            model.layers[0].attention, rows, self.ctx_tokens, self.num_threads, num_forms=_num_forms(model)
+        )
+        return (
+            attention
+            + RouterStage.scratch_bytes(model.router, model.hidden, rows)
+            + sum(expert.scratch_bytes(shape, rows, 1, planes, self.num_threads) for shape in dense)
+            + RopeTables.nbytes_for(model.rope.rotary_dim, self.ctx_tokens)
+            + self._messages()
+        )
+
+    def worker_scratch(self, group: Sequence[ExpertLayer]) -> int:
+        """One stage for each shape among the worker's layers, and messages."""
+        shapes = {layer.shape: top_k(self.model, layer) for layer in group}
+        stages = (
+            expert.scratch_bytes(shape, self.chunk, num_chosen, self.config.planes, self.num_threads)
+            for shape, num_chosen in shapes.items()
+        )
+        return sum(stages) + self._messages()
+
+    def _messages(self) -> int:
+        """A step's activations on their way: sent, received and decoded copies."""
+        return 4 * self.chunk * self.model.hidden * 4
+
+
+def _num_forms(model: ModelSpec) -> int:
+    """Group sizes that the projections of one layer's attention mix, plain ones counting as one."""
+    tensors = (layer.tensors for layer in model.layers)
+    return max(len({matrix.encoding.group_size for matrix in (t.q, t.k, t.v, t.o)}) for t in tensors)
