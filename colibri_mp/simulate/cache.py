@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from colibri_mp.errors import TraceError
-from colibri_mp.simulate.policies import Belady, LeastRecent, Lfu, Lrfu, LruFreq, Policy
+from colibri_mp.simulate.policies import Belady, Lfu, Lrfu, LruFreq, Policy, PoolLru
 
 _HALF_LIFE_TOKENS = 16
 _LEARNING_SHARE = 0.1
@@ -130,7 +130,7 @@ class PinningCache(LayerCache):
     """
 
     def __init__(self, num_slots: int, floor: int, unions: Unions) -> None:
-        super().__init__(num_slots, LeastRecent())
+        super().__init__(num_slots, PoolLru())
         self._visits_to_learn = int(len(unions) * _LEARNING_SHARE)
         uses = Counter(expert for union in unions[: self._visits_to_learn] for expert in union)
         self._chosen = {expert for expert, _ in uses.most_common((num_slots - floor) // 2)}
@@ -157,7 +157,7 @@ class PolicyKind(NamedTuple):
 
 
 POLICIES = {
-    "lru": PolicyKind("least recently used; the pool's own", lambda _, slots, __: LayerCache(slots, LeastRecent())),
+    "lru": PolicyKind("least recently used; the pool's own", lambda _, slots, __: LayerCache(slots, PoolLru())),
     "lfu": PolicyKind("least uses since the start", lambda _, slots, __: LayerCache(slots, Lfu())),
     "lru-freq": PolicyKind("frequency x recency", lambda _, slots, __: LayerCache(slots, LruFreq())),
     "lrfu": PolicyKind(

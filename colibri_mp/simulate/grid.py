@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from colibri_mp.simulate.cache import POLICIES, LayerCache
-from colibri_mp.simulate.policies import LeastRecent
+from colibri_mp.simulate.policies import PoolLru
 from colibri_mp.simulate.prediction import FORMULA, Costs, decode_seconds, measure_costs
 from colibri_mp.simulate.sizes import Size
 from colibri_mp.simulate.workload import LayerWorkload, Outcome, Workload, workload_of
@@ -98,7 +98,7 @@ def _notes(as_run: AsRun, costs: Costs) -> Iterator[str]:
 
 def _as_run(workload: Workload) -> AsRun:
     layers = workload.layers
-    outcomes = [layer.replay(LayerCache(layer.layer.num_slots, LeastRecent())) for layer in layers]
+    outcomes = [layer.replay(LayerCache(layer.layer.num_slots, PoolLru())) for layer in layers]
     asked = sum(int(layer.asked.sum()) for layer in layers)
     misses = sum(int(outcome.misses.sum()) for outcome in outcomes)
     decode_s = decode_seconds(workload)

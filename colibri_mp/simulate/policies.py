@@ -29,8 +29,8 @@ class Policy(Protocol):
     def __contains__(self, expert: object) -> bool: ...
 
 
-class LeastRecent(Lru):
-    """The pool's own policy, with experts in the place of slots."""
+class PoolLru(Lru):
+    """The pool's own policy."""
 
     def add(self, expert: int) -> None:
         self[expert] = None

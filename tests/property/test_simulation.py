@@ -14,7 +14,7 @@ from colibri_mp.shm.layout import LayerSlots, pool_bytes
 from colibri_mp.shm.pool import ExpertPool
 from colibri_mp.shm.segment import Segment, segment_name
 from colibri_mp.simulate.cache import POLICIES, LayerCache
-from colibri_mp.simulate.policies import LeastRecent
+from colibri_mp.simulate.policies import PoolLru
 
 LAYER, NUM_EXPERTS, SLAB_BYTES = 3, 10, 4096
 
@@ -54,7 +54,7 @@ class Both:
     """A pool of one layer and its simulation: each method does the same to the two, and `visit` compares."""
 
     def __init__(self, pool: ExpertPool, num_slots: int) -> None:
-        self.pool, self.simulated = pool, LayerCache(num_slots, LeastRecent())
+        self.pool, self.simulated = pool, LayerCache(num_slots, PoolLru())
         self.reads: dict[int, tuple[int, int]] = {}  # expert -> slot and generation of the read for its pin
 
     def visit(self, union: list[int]) -> None:

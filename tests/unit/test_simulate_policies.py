@@ -6,7 +6,7 @@ import pytest
 
 from colibri_mp.errors import TraceError
 from colibri_mp.simulate.cache import POLICIES, LayerCache
-from colibri_mp.simulate.policies import LeastRecent, Lfu, Lrfu, LruFreq, Policy
+from colibri_mp.simulate.policies import Lfu, Lrfu, LruFreq, Policy, PoolLru
 
 
 def victims(policy: Policy, uses: Sequence[int]) -> list[int]:
@@ -36,7 +36,7 @@ def test_lrfu_lies_between_lru_and_lfu() -> None:
     """A short half-life sees only the last use, a long one only the number of uses."""
     uses = [1, 1, 1, 2, 2, 3]
     assert victims(Lrfu(1), [*uses, 2, 1]) == [3, 2, 1]
-    assert victims(Lrfu(1), uses) == [1, 2, 3] == victims(LeastRecent(), uses)
+    assert victims(Lrfu(1), uses) == [1, 2, 3] == victims(PoolLru(), uses)
     assert victims(Lrfu(10_000), uses) == [3, 2, 1] == victims(Lfu(), uses)
     assert victims(Lrfu(2), uses) == [1, 3, 2]  # weights 0.52, 1, 1.21 of the last use's
 
@@ -50,7 +50,7 @@ def test_belady_knows_the_future() -> None:
 
 def test_union_that_does_not_fit_is_worked_through_in_rounds() -> None:
     """Resident experts are used before they are evicted; the last round's experts stay."""
-    cache = LayerCache(3, LeastRecent())
+    cache = LayerCache(3, PoolLru())
     assert cache.visit([5, 7]) == (2, 0)
     assert cache.visit([1, 2, 3, 5, 7]) == (3, 2)  # rounds 1 5 7 and 2 3
     assert cache.visit([2, 3, 7]) == (0, 0)
@@ -65,7 +65,7 @@ def test_bound_may_leave_any_experts_of_a_union_that_does_not_fit() -> None:
 
 def test_pins_stay_and_count() -> None:
     """A pin takes a slot of its own if it must, is never evicted, and shrinks what is left for others."""
-    cache = LayerCache(3, LeastRecent())
+    cache = LayerCache(3, PoolLru())
     cache.visit([0, 1, 2])
     cache.pin(0)
     cache.pin(7)  # evicts 1
@@ -78,7 +78,7 @@ def test_pins_stay_and_count() -> None:
 
 def test_expert_that_is_being_read_for_a_pin_is_missed_once() -> None:
     """It has its slot from the start, a visit that needs it waits, and after that it is there."""
-    cache = LayerCache(2, LeastRecent())
+    cache = LayerCache(2, PoolLru())
     cache.visit([0, 1])
     cache.load(5)  # evicts 0
     assert cache.visit([1, 5]) == (1, 0)
@@ -91,7 +91,7 @@ def test_expert_that_is_being_read_for_a_pin_is_missed_once() -> None:
 
 def test_sizes_change() -> None:
     """The least recent go when slots are taken away, and pins cannot be squeezed out."""
-    cache = LayerCache(4, LeastRecent())
+    cache = LayerCache(4, PoolLru())
     cache.visit([0, 1, 2, 3])
     cache.resize(2)
     assert cache.visit([2, 3]) == (0, 0)
