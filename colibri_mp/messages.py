@@ -198,7 +198,7 @@ class StepCounters(msgspec.Struct, frozen=True):
     @property
     def asked(self) -> int:
         """Distinct experts that the step needed."""
-        return self.hits + self.promoted + self.misses
+        return self.hits + self.misses
 
 
 class Routed(msgspec.Struct, frozen=True):

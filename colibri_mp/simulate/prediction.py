@@ -2,9 +2,10 @@
 
     seconds a token = busy + (latency * visits that miss + bytes read / bandwidth) / tokens
 
-A visit is a layer in a step. Latency and bandwidth are those that the steps felt: the least-squares fit of the time that a layer took
-over its misses, at equal rows and experts asked. So what overlaps costs less, and what a miss costs beside reading (calls,
-bookkeeping, colder processor caches) is in it. `busy` is the rest of the measured time, so that the run itself is predicted as it was.
+A visit is a layer in a step. Latency and bandwidth are those that the steps felt: the least-squares fit of the time that a
+layer took over its misses, at equal rows and experts asked, without visits that took thrice as long as others alike. So what
+overlaps costs less, and what a miss costs beside reading (calls, bookkeeping, colder processor caches) is in it. `busy` is the
+rest of the measured time, so that the run itself is predicted as it was.
 """
 
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from colibri_mp.simulate.workload import Workload
 
+_HELD_UP = 3  # times the median of visits with as many misses: what took longer was held up by something else
 FORMULA = "seconds a token = busy + (latency * visits that miss + bytes read / bandwidth) / tokens"
 Doubles = NDArray[np.float64]
 
@@ -63,11 +65,19 @@ def measure_costs(workload: Workload, disk: int | None) -> Costs:
 def _fit_misses(workload: Workload) -> tuple[float, float]:
     """Seconds that a layer takes longer if anything is missing, and for each expert that is; the second is above zero."""
     misses, seconds = workload.decode_field("misses"), workload.decode_field("seconds")
+    usual = _is_usual(misses, seconds)
     others = [np.ones(len(misses)), workload.decode_field("num_rows"), workload.decode_asked]
     for columns in ([misses > 0, misses], [misses]):
-        fit = np.linalg.lstsq(np.column_stack([*others, *columns]), seconds, rcond=None)[0]
+        fit = np.linalg.lstsq(np.column_stack([*others, *columns])[usual], seconds[usual], rcond=None)[0]
         offset, slope = fit[len(others) :] if len(columns) > 1 else (0.0, fit[-1])
         if slope > 0 and offset >= 0:
             return float(offset), float(slope)
     wait_s = float(workload.decode_field("wait_s").sum())
     return 0.0, max(wait_s, 1e-9) / float(misses.sum())
+
+
+def _is_usual(misses: Doubles, seconds: Doubles) -> NDArray[np.bool_]:
+    """Which visits took not much more than the median of those with as many misses: others were held up by something else."""
+    counts, group = np.unique(misses, return_inverse=True)
+    medians = np.array([np.median(seconds[group == idx]) for idx in range(len(counts))])
+    return np.asarray(seconds < _HELD_UP * medians[group])
