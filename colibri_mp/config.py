@@ -13,7 +13,10 @@ from typing import Any, Literal, TypeVar
 
 from colibri_mp.errors import ConfigError
 
-IoMode = Literal["buffered", "direct"]
+Lookahead = Literal["auto", "off", "measure", "on"]
+IoMode = Literal["buffered", "direct", "drop"]
+"""How experts are read: through the page cache, past it, or through it giving the pages back right after."""
+Verify = Literal["first", "off", "always"]
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -68,10 +71,24 @@ class LaunchConfig:
     )
     prefill_chunk: int = _setting(0, "most rows of a step (0: chosen, and said)", least=0, metavar="TOKENS")
     slots: int = _setting(0, "experts cached per layer, at most (0: what --ram allows)", least=0, metavar="N")
-    io: IoMode = _setting(
-        "buffered", "how experts are read: through the system's page cache, or past it", choices=("buffered", "direct")
+    io: IoMode | Literal["auto"] = _setting(
+        "auto",
+        "how experts are read: through the system's page cache (buffered), past it (direct), through it giving the pages "
+        "back at once (drop), or as a measurement of the disk says (auto; remembered for each disk)",
+        choices=("auto", "buffered", "direct", "drop"),
     )
     io_threads: int = _setting(8, "expert reads in flight per worker", least=1, most=64, metavar="N")
+    verify: Verify = _setting(
+        "first",
+        "checksums of experts, where there are any: when an expert is read for the first time (first), never (off), or at "
+        "each read, and the memory is compared with the disk at each use (always: slow, to find a fault)",
+        choices=("first", "off", "always"),
+    )
+    mirror: str = _setting(
+        "",
+        "second copy of the checkpoint, on another disk: read beside the first, and instead of it where it fails",
+        metavar="DIR",
+    )
     planes: int = _setting(
         3, "int8 planes of an activation: 3 float32-level, 2 about 2e-5, 1 about 5e-3 (lossy)", choices=(1, 2, 3)
     )
@@ -82,6 +99,29 @@ class LaunchConfig:
         1.0, "lossy: of a token's experts keep the largest weights until this share of their sum",
         least=0.01, most=1.0, metavar="P",
     )  # fmt: skip
+    usage: str = _setting(
+        "auto",
+        "where the uses of experts are kept, which decide what is read at start: the user's cache (auto), nowhere (off), "
+        "or a file, such as one beside the model",
+        metavar="auto|off|FILE",
+    )
+    pins: float = _setting(
+        0.25, "share of the expert slots that the most used experts keep for good", least=0.0, most=0.9, metavar="SHARE"
+    )
+    repin: int = _setting(
+        0, "between two answers, each N tokens, give cold pins to experts that have become hot (0: never)",
+        least=0, metavar="N",
+    )  # fmt: skip
+    lookahead: Lookahead = _setting(
+        "auto",
+        "predict the experts of the next layers and read them while the disk is idle: always (on), while that is found to be "
+        "faster here (auto), only to measure how well it predicts (measure), or never (off)",
+        choices=("auto", "off", "measure", "on"),
+    )
+    lookahead_width: int = _setting(
+        0, "experts predicted for each token (0: as many as the model uses)", least=0, most=64, metavar="N"
+    )
+    lookahead_distance: int = _setting(1, "layers that are looked ahead", least=1, most=4, metavar="N")
     trace: str = _setting("", "write the route trace, which `simulate` reads, to this file", metavar="FILE")
     step_timeout: float = _setting(
         120.0, "seconds after which a worker that does not answer is given up", least=0.1, metavar="S"

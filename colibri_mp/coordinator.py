@@ -14,7 +14,7 @@ resident weights while they start.
 import os
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,10 +22,14 @@ import msgspec
 import numpy as np
 import psutil
 
+from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.checkpoint.hub import resolve
 from colibri_mp.checkpoint.source import Bytes, Checkpoint
+from colibri_mp.checksums import describe as describe_checksums
+from colibri_mp.checksums import with_checksums
 from colibri_mp.compiling import Stopping, compile_kernels
 from colibri_mp.config import LaunchConfig
+from colibri_mp.disks import ExpertMemory, choose_copies
 from colibri_mp.formats import Encoding
 from colibri_mp.kernels.attention import AttentionStage, Batch
 from colibri_mp.kernels.block import BlockStage
@@ -37,11 +41,12 @@ from colibri_mp.kernels.norm import rms_norm
 from colibri_mp.kernels.rope import rope_tables
 from colibri_mp.kernels.router import RouterStage
 from colibri_mp.kernels.team import ThreadTeam
+from colibri_mp.limits import tightest_room
 from colibri_mp.lossy import lossy_options, with_lossy_routing
-from colibri_mp.messages import Floats, StepCounters
+from colibri_mp.messages import Floats, PoolEvent, StepCounters
 from colibri_mp.models import load_model
 from colibri_mp.models.structure import DenseSpec, ModelSpec
-from colibri_mp.phases import ATTENTION, COMPUTE, ROUTE, StepClock
+from colibri_mp.phases import ATTENTION, COMPUTE, StepClock
 from colibri_mp.plan_terms import max_logit_rows
 from colibri_mp.planner import Plan, plan_now, split_slabs
 from colibri_mp.resident import ResidentLayer, load_resident
@@ -51,7 +56,11 @@ from colibri_mp.shm.layout import LayerSlots, pool_bytes
 from colibri_mp.shm.segment import Segment, segment_name
 from colibri_mp.shm.view import PoolView
 from colibri_mp.supervisor import Supervisor
+from colibri_mp.tiers import Tiers, open_usage
+from colibri_mp.trace import EVENTS
 from colibri_mp.trace_writer import NoTrace, TraceWriter, open_trace
+from colibri_mp.usage import Usage
+from colibri_mp.workers.copies import Copy
 from colibri_mp.workers.core import WorkerConfig
 
 _READY_TIMEOUT_S = 120.0
@@ -63,7 +72,8 @@ class Coordinator:
 
     def __init__(
         self, checkpoint: Checkpoint, model: ModelSpec, plan: Plan, config: LaunchConfig, supervisor: Supervisor,
-        team: ThreadTeam, should_stop: Callable[[], bool], trace: TraceWriter | NoTrace,
+        team: ThreadTeam, should_stop: Callable[[], bool], trace: TraceWriter | NoTrace, usage: Usage,
+        lone_team: ThreadTeam,
     ) -> None:  # fmt: skip
         self.checkpoint = checkpoint
         self.model = model
@@ -77,6 +87,7 @@ class Coordinator:
         self.max_logit_rows = max_logit_rows(model.vocab_size, plan.prefill_chunk)
         self.clock = StepClock(len(model.layers))
         self.trace = trace
+        self.tiers = Tiers(config, model, plan, usage, self.weights.layers, supervisor, lone_team)
         self.lossy: tuple[str, ...] = ()
         self._should_stop = should_stop
         self._team = team
@@ -111,11 +122,15 @@ class Coordinator:
         published = load_model(checkpoint)
         model, lossy = with_lossy_routing(published, config), lossy_options(published, config)
         plan = plan_now(checkpoint, model, config)
+        usage = open_usage(model, config.usage, checkpoint.fingerprint)
         compile_kernels(encodings_of(model), config.planes, progress, should_stop)
-        workers = worker_configs(checkpoint, model, plan, config)
+        experts = with_checksums(model.expert_layers, checkpoint.fingerprint)
+        copies = choose_copies(checkpoint, experts, config, expert_memory(experts, plan), progress)
+        workers = worker_configs(checkpoint, model, experts, plan, config, copies)
         run_dir.describe(ClusterInfo(os.getpid(), str(checkpoint.path), tuple(w.segment_name for w in workers)))
         segments = [
-            stack.enter_context(Segment.create(worker.segment_name, pool_bytes(worker.slots))) for worker in workers
+            stack.enter_context(Segment.create(worker.segment_name, pool_bytes(worker.slots, worker.staging)))
+            for worker in workers
         ]
         trace = open_trace(config, checkpoint, model, plan, lossy)
         stack.callback(trace.close)
@@ -124,17 +139,24 @@ class Coordinator:
         supervisor.start(workers)
         progress(f"loading {checkpoint.path.name}")
         team = stack.enter_context(ThreadTeam(plan.num_threads))
-        coordinator = cls(checkpoint, model, plan, config, supervisor, team, should_stop, trace)
+        lone_team = stack.enter_context(ThreadTeam(1))
+        coordinator = cls(checkpoint, model, plan, config, supervisor, team, should_stop, trace, usage, lone_team)
         coordinator.lossy = lossy
+        supervisor.on_pool_event = coordinator.add_event
         supervisor.wait_ready(_READY_TIMEOUT_S)
         for segment in segments:
             coordinator.pools.append(PoolView(segment))
             stack.callback(coordinator.pools[-1].close)
+        coordinator.tiers.pools = coordinator.pools
+        stack.callback(coordinator.tiers.save)
         coordinator.notes += tuple(dict.fromkeys(note for worker in supervisor.workers for note in worker.notes))
+        if note := coordinator.tiers.start():
+            coordinator.notes += (note,)
         if config.trace:
             coordinator.notes += (f"route trace: {config.trace}",)
         if lossy:
             coordinator.notes += (f"lossy: {', '.join(lossy)}: the logits are not those of the model as published",)
+        coordinator.notes += (describe_checksums(experts, config.verify),)
         return coordinator
 
     # -- forward -------------------------------------------------------------------------------------------------------
@@ -151,6 +173,7 @@ class Coordinator:
         clock = self.clock
         clock.start_step()
         self.trace.start_step(self._step, *count_rows(rows))
+        self.tiers.start_step(self._step, rows)
         batch = make_batch(rows)
         weights = self.weights
         tokens = np.array([t for part in rows for t in part.token_ids], np.int32)
@@ -171,6 +194,7 @@ class Coordinator:
         )
         clock.end_step()
         self.trace.end_step(clock.step_s)
+        self.tiers.end_step(clock.step_s, len(x))
         return logits
 
     def _advance(self, x: Floats, layer: ResidentLayer, layer_idx: int, batch: Batch) -> None:
@@ -184,9 +208,16 @@ class Coordinator:
             return
         assert layer.gate is not None
         h, ids, weights = self._block(x, layer.attention, self.kv, layer_idx, batch, layer.mlp_norm, layer.gate)
-        clock.lap(ATTENTION, self._block.attention_ended_s)
-        clock.lap(ROUTE)
-        routed = self.supervisor.route(self._step, layer_idx, h, ids, weights, on_answer=self._team.expect)
+        clock.lap_block(self._block.attention_ended_s)
+        routed = self.supervisor.route(
+            self._step,
+            layer_idx,
+            h,
+            ids,
+            weights,
+            on_answer=self._team.expect,
+            meanwhile=lambda: self.tiers.look(layer_idx, x, ids),
+        )
         num_choices = int(np.count_nonzero(ids >= 0)) if self._may_drop else ids.size
         clock.lap_workers(routed.counters, len(ids), num_choices)
         self._uncounted.append((layer_idx, routed.counters))
@@ -203,6 +234,10 @@ class Coordinator:
         out = np.empty_like(x)
         stage.run(h, ids, weights, np.zeros(1, np.int32), np.array([slab.ctypes.data], np.int64), out)
         return out
+
+    def add_event(self, event: PoolEvent) -> None:
+        """Something has happened to a pool beside the steps."""
+        self.trace.add_event(EVENTS[event.kind], event.layer, event.value)
 
     # -- pools ---------------------------------------------------------------------------------------------------------
 
@@ -244,7 +279,7 @@ class Coordinator:
                 "pid": worker.process.pid,
                 "layers": worker.config.describe_layers(),
                 "num_slots": sum(layer.num_slots for layer in worker.config.slots),
-                "pool_bytes": pool_bytes(worker.config.slots),
+                "pool_bytes": pool_bytes(worker.config.slots, worker.config.staging),
                 "pool_used_bytes": pool.reserved_bytes(),
                 "slab_limit_bytes": worker.slab_limit_bytes or share.slab_bytes,
                 **{name: self._totals[worker.config.worker_id][name] for name in StepCounters.__struct_fields__},
@@ -266,9 +301,20 @@ class Coordinator:
                 self._totals[self.supervisor.owner_of(layer)].update(msgspec.structs.asdict(counters))
 
 
-def worker_configs(checkpoint: Checkpoint, model: ModelSpec, plan: Plan, config: LaunchConfig) -> list[WorkerConfig]:
-    """What each worker is told."""
-    by_layer = {experts.layer: experts for experts in model.expert_layers}
+def expert_memory(layers: Sequence[ExpertLayer], plan: Plan) -> ExpertMemory:
+    """How much of the experts the pools hold, and what the plan leaves to the page cache."""
+    stored = sum(layer.num_experts * layer.stored_bytes for layer in layers)
+    return ExpertMemory(
+        stored, int(stored * plan.resident_share), max(0, tightest_room().free_bytes - plan.planned_bytes)
+    )
+
+
+def worker_configs(
+    checkpoint: Checkpoint, model: ModelSpec, layers: Sequence[ExpertLayer], plan: Plan, config: LaunchConfig,
+    copies: tuple[Copy, ...],
+) -> list[WorkerConfig]:  # fmt: skip
+    """What each worker is told; `layers`: the model's experts, `copies`: where they are read from."""
+    by_layer = {experts.layer: experts for experts in layers}
     configs = []
     for worker_id, share in enumerate(plan.workers):
         experts = tuple(by_layer[layer] for layer in share.layers)
@@ -282,14 +328,15 @@ def worker_configs(checkpoint: Checkpoint, model: ModelSpec, plan: Plan, config:
                 segment_name=segment_name(f"{os.getpid():x}", worker_id),
                 expert_layers=experts,
                 slots=slots,
-                files=checkpoint.files,
+                copies=copies,
                 fingerprint=checkpoint.fingerprint,
                 top_k=model.router.top_k,
                 max_tokens=plan.prefill_chunk,
                 num_threads=plan.num_threads,
-                io_mode=config.io,
                 io_threads=config.io_threads,
+                verify=config.verify,
                 planes=config.planes,
+                staging=share.num_staging,
             )
         )
     return configs

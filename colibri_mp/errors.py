@@ -85,6 +85,13 @@ class TraceError(ColibriError):
     exit_code = 11
 
 
+class WriteError(ColibriError):
+    """A file cannot be written: a full disk, no permission, or what was written cannot be read back."""
+
+    kind = "write"
+    exit_code = 12
+
+
 def _all_classes(root: type[ColibriError]) -> list[type[ColibriError]]:
     return [root, *(cls for sub in root.__subclasses__() for cls in _all_classes(sub))]
 

@@ -63,6 +63,24 @@ class Encoding:
         group_bytes = rows * (cols // self.group_size) * ELEMENT_BYTES[self.scale]
         return (rows * cols * self.bits // 8, *[group_bytes] * (len(self.parts) - 1))
 
+    def describe(self) -> str:
+        """For people: "affine 4 bit in groups of 64"."""
+        if not self.group_size:
+            return self.kind
+        return f"{self.kind} {self.bits} bit in groups of {self.group_size}"
+
+    def is_supported(self, cols: int) -> bool:
+        """Whether this is one of the encodings in the module docstring, and rows of `cols` values can have it."""
+        match self.kind:
+            case "bf16" | "f16" | "f32":
+                return self == Encoding(self.kind)
+            case "affine":
+                known = self.bits in AFFINE_BITS and self.group_size in AFFINE_GROUP_SIZES
+                return known and self.scale in ("bf16", "f16", "f32") and cols % self.group_size == 0
+            case "mxfp4" | "mxfp8" | "nvfp4":
+                sizes = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}[self.kind]
+                return (self.bits, self.group_size, self.scale) == (*sizes, "u8") and cols % self.group_size == 0
+
     @property
     def format(self) -> Format:
         """The compute format that holds the same values exactly (table in the module docstring)."""

@@ -9,7 +9,7 @@ general form takes 0.1 ms where the code has fallen out of the processor's cache
 Two conversations use them:
 
     client  ── Generate, Score, Cancel, GetStatus, Shutdown ──▶ coordinator ── Piece, Finished, Scores, Status, Failed ──▶ client
-    coordinator ── Route, Resize, Stop ──▶ worker ── Hello, Routed, Resized, Failed ──▶ coordinator
+    coordinator ── Route, Hint, Keep, Resize, Stop ──▶ worker ── Hello, Routed, PoolReport, Resized, Failed ──▶ coordinator
 
 See docs/protocol.md. Decoded arrays are read-only views into the received frames.
 """
@@ -172,6 +172,14 @@ class Route(msgspec.Struct, frozen=True):
     weights: np.ndarray[Any, Any]
 
 
+class Hint(msgspec.Struct, frozen=True):
+    """Experts int32 [n] that `layer` will probably need soon, the likeliest first; there is no answer."""
+
+    step: int
+    layer: int
+    experts: np.ndarray[Any, Any]
+
+
 class StepCounters(msgspec.Struct, frozen=True):
     """What one `Route` cost a worker: experts found and read, bytes asked of the disk, seconds.
 
@@ -223,6 +231,54 @@ class Resized(msgspec.Struct, frozen=True, tag=True):
     slab_bytes: int
 
 
+class Wish(msgspec.Struct, frozen=True):
+    """An expert to have in memory: in a free slot of its layer, or pinned."""
+
+    layer: int
+    expert: int
+    is_pinned: bool
+
+
+class Keep(msgspec.Struct, frozen=True, tag=True):
+    """Read these when there is time, in this order, and let the pins of `let_go` (layer, expert) be evicted again."""
+
+    wishes: list[Wish]
+    let_go: list[tuple[int, int]] = []
+
+
+class PoolEvent(msgspec.Struct, frozen=True):
+    """What happened to a layer beside its steps: load, fill, pin, unpin or drop of an expert, resize to a number of slots."""
+
+    kind: str
+    layer: int
+    value: int
+
+
+class PoolReport(msgspec.Struct, frozen=True, tag=True):
+    """What a worker says of its pool beside the steps, before the answer to the next one.
+
+    Reads ahead since the start: `issued`, of these `promoted` (asked for; `late` while still being read), `dropped` (complete, but
+    never asked for), `failed` (called off, or an error), of `wasted_bytes` in all. Misses after a hint: predicted ones that were
+    not there any more, and unpredicted ones. `events` since the last report.
+    """
+
+    worker_id: int
+    issued: int = 0
+    promoted: int = 0
+    late: int = 0
+    dropped: int = 0
+    failed: int = 0
+    wasted_bytes: int = 0
+    missed_dropped: int = 0
+    missed_unpredicted: int = 0
+    num_pinned: int = 0
+    locked_bytes: int = 0
+    lock_refusal: str = ""
+    num_waiting: int = 0
+    refusal: str = ""
+    events: list[PoolEvent] = []
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """End the worker."""
 
@@ -230,9 +286,9 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 _General: TypeAlias = (
     Generate | Score | Cancel | GetStatus | Shutdown
     | Piece | Finished | Scores | Status | Failed
-    | Hello | Resize | Resized | Stop
+    | Hello | Resize | Resized | Keep | PoolReport | Stop
 )  # fmt: skip
-Message: TypeAlias = _General | Route | Routed
+Message: TypeAlias = _General | Hint | Route | Routed
 
 
 class _Codec(threading.local):
@@ -277,13 +333,16 @@ _codec = _Codec()
 # magic, version, kind, step, layer, T, D, K, hits, misses, promoted, evictions, bytes_read, disk_s, wait_s, compute_s
 _STEP = struct.Struct("<4sHHQIIIIQQQQQddd")
 _STEP_DTYPES = (np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.float32))
-_STEPS = (Route, Routed)
-_ROUTE, _ROUTED = 1, 2
+_STEPS = (Route, Routed, Hint)
+_ROUTE, _ROUTED, _HINT = 1, 2, 3
 _NO_COUNTERS = (0, 0, 0, 0, 0, 0.0, 0.0, 0.0)
 
 
-def _step_frame(message: Route | Routed) -> bytes:
-    """Header, then x, ids and weights, or y: C order, one after the other."""
+def _step_frame(message: Route | Routed | Hint) -> bytes:
+    """Header, then x, ids and weights, or y: C order, one after the other. A hint has ids alone, K of no token."""
+    if isinstance(message, Hint):
+        head = (_HINT, message.step, message.layer, 0, 0, message.experts.size)
+        return _STEP.pack(STEP_MAGIC, VERSION, *head, *_NO_COUNTERS) + message.experts.astype(np.int32).tobytes()
     if isinstance(message, Route):
         arrays: tuple[np.ndarray[Any, Any], ...] = (message.x, message.ids, message.weights)
         kind, top_k, counters = _ROUTE, message.ids.shape[1], _NO_COUNTERS
@@ -299,16 +358,18 @@ def _step_frame(message: Route | Routed) -> bytes:
     return b"".join((header, *(np.ascontiguousarray(array).data for array in arrays)))
 
 
-def _step_message(frame: Frame) -> Route | Routed:
+def _step_message(frame: Frame) -> Route | Routed | Hint:
     if len(frame) < _STEP.size:
         raise ProtocolError(f"step of {len(frame)} bytes without its header of {_STEP.size}")
     _, version, kind, step, layer, num_tokens, hidden, top_k, *counters = _STEP.unpack_from(frame)
     _check_version(version)
-    num_values = num_tokens * (hidden + 2 * top_k if kind == _ROUTE else hidden)
-    if kind not in (_ROUTE, _ROUTED) or len(frame) != _STEP.size + 4 * num_values:
+    num_values = top_k if kind == _HINT else num_tokens * (hidden + 2 * top_k if kind == _ROUTE else hidden)
+    if kind not in (_ROUTE, _ROUTED, _HINT) or len(frame) != _STEP.size + 4 * num_values:
         raise ProtocolError(
             f"step of kind {kind}, {num_tokens} tokens of {hidden} values, top-{top_k}, in {len(frame)} bytes"
         )
+    if kind == _HINT:
+        return Hint(step, layer, np.frombuffer(frame, np.int32, top_k, _STEP.size))
     values = np.frombuffer(frame, np.float32, num_tokens * hidden, _STEP.size).reshape(num_tokens, hidden)
     if kind == _ROUTED:
         return Routed(step, layer, values, StepCounters(*counters))

@@ -1,10 +1,10 @@
 """Where the time of the steps goes: a clock that the coordinator presses after each stage of a layer.
 
-    start_step ─ for each layer: start_layer ─ lap(ATTENTION) ─ lap(ROUTE) ─ lap_workers ─ end_layer ─ start_head ─ end_step
-                     │                                                │             │             │             │
-                   other: embedding,                      round trip = ipc +     combine        other         head
-                   what is between stages                 fetch_wait + compute,
-                                                          as the worker measured them
+    start_step ─ for each layer: start_layer ─ lap_block ─ lap_workers ─ end_layer ─ start_head ─ end_step
+                                     │             │            │            │            │           │
+                  other: embedding, what   attention,   compute and    combine         other         head
+                  is between the stages    route        fetch_wait as the worker
+                                                        measured them, ipc
 
 `ipc` is what is left of a round trip: messages, wake-ups, and the pool's bookkeeping. A dense block's time is `compute`.
 Beside the seconds, the clock counts *unions*, the distinct experts that a layer needs for one step, by the rows of the step.
@@ -66,10 +66,17 @@ class StepClock:
         self._row = self._seconds[layer]
         self._layer_started = self._last
 
-    def lap(self, phase: int, ended_s: float | None = None) -> None:
-        """A stage of the layer has ended, now or at a reading of `perf_counter`."""
-        now = perf_counter() if ended_s is None else ended_s
+    def lap(self, phase: int) -> None:
+        """A stage of the layer has ended."""
+        now = perf_counter()
         self._row[phase] += now - self._last
+        self._last = now
+
+    def lap_block(self, router_started_s: float) -> None:
+        """Attention and router, which are one call, have ended; the router's turn began at `router_started_s`."""
+        now, row = perf_counter(), self._row
+        row[ATTENTION] += router_started_s - self._last
+        row[ROUTE] += now - router_started_s
         self._last = now
 
     def lap_workers(self, counters: StepCounters, num_rows: int, num_choices: int) -> None:

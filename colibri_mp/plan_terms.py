@@ -18,8 +18,10 @@ from colibri_mp.kernels.kv_cache import KVCache, num_blocks_for
 from colibri_mp.kernels.layout import packed_bytes
 from colibri_mp.kernels.rope import RopeTables
 from colibri_mp.kernels.router import RouterStage
+from colibri_mp.lookahead import MOST_ROWS
 from colibri_mp.models.structure import DenseSpec, ModelSpec, MoeSpec
-from colibri_mp.workers.streamer import scratch_bytes as read_scratch_bytes
+from colibri_mp.workers.expert_reader import scratch_bytes as read_scratch_bytes
+from colibri_mp.workers.slab_audit import audit_bytes
 
 # Measured on Linux x86-64 with Python 3.11 (docs/log.md): pages of files that the processes share, and what each has alone.
 LIBRARY_BYTES = 84_000_000
@@ -65,6 +67,11 @@ def table_bytes(checkpoint: Checkpoint) -> int:
     return tokenizer + len(checkpoint.tensors) * _TENSOR_BYTES
 
 
+def lookahead_bytes(model: ModelSpec) -> int:
+    """Scratch of the router that predicts."""
+    return RouterStage.scratch_bytes(model.router, model.hidden, MOST_ROWS)
+
+
 def top_k(model: ModelSpec, experts: ExpertLayer) -> int:
     """Experts that one token needs in a layer."""
     mlp = model.layers[experts.layer].mlp
@@ -101,7 +108,8 @@ class Sizes:
         name, in_flight = f"worker {worker_id}", self.config.io_threads
         yield Term(name, "interpreter and libraries", WORKER_BYTES)
         yield Term(name, f"scratch, {self.chunk} rows a step", self.worker_scratch(group))
-        yield Term(name, f"read buffers, {in_flight} in flight", read_scratch_bytes(group, in_flight))
+        buffers = read_scratch_bytes(group, in_flight) + (audit_bytes(group) if self.config.verify == "always" else 0)
+        yield Term(name, f"read buffers, {in_flight} in flight", buffers)
 
     @property
     def logit_rows(self) -> int:
@@ -125,6 +133,7 @@ class Sizes:
             + RouterStage.scratch_bytes(model.router, model.hidden, rows)
             + sum(expert.scratch_bytes(shape, rows, 1, planes, self.num_threads) for shape in dense)
             + RopeTables.nbytes_for(model.rope.rotary_dim, self.ctx_tokens)
+            + (lookahead_bytes(model) if self.config.lookahead != "off" else 0)
             + self._messages()
         )
 

@@ -51,6 +51,7 @@ class WorkerShare:
     pool_bytes: int
     slab_bytes: int
     floor_bytes: int
+    num_staging: int
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,18 @@ class _Draft:
     @property
     def pool_table_bytes(self) -> int:
         """What the pools take beside their slabs, at most."""
-        return sum(_table_bytes(group, sum(demand.num_experts for demand in group)) for group in self.demands)
+        return sum(
+            _table_bytes(group, sum(demand.num_experts for demand in group) + self.num_staging * len(group))
+            for group in self.demands
+        )
+
+    @property
+    def num_staging(self) -> int:
+        """Slots of each slab size for reads ahead, where there are any."""
+        config = self.config
+        if config.lookahead in ("off", "measure"):
+            return 0
+        return (config.lookahead_width or self.model.router.top_k) * config.lookahead_distance
 
     @property
     def floor_bytes(self) -> int:
@@ -311,18 +323,37 @@ def _within_shm(draft: _Draft, slab_budget: int, free: int | None) -> tuple[int,
     )
 
 
+def _num_staging(draft: _Draft, slab_budget: int) -> int:
+    """Slots of each slab size and worker for reads ahead; none where every expert fits, or only the floor does."""
+    wanted = sum(demand.num_experts * demand.slab_bytes for group in draft.demands for demand in group)
+    everything = sum(layer.num_experts * layer.shape.slab_bytes for group in draft.groups for layer in group)
+    left = slab_budget - draft.num_staging * sum(map(_class_bytes, draft.demands))
+    return draft.num_staging if draft.floor_bytes <= left and min(slab_budget, wanted) < everything else 0
+
+
+def _class_bytes(demands: Sequence[LayerDemand]) -> int:
+    """One slab of each size."""
+    return sum({demand.slab_bytes for demand in demands})
+
+
 def _pools(draft: _Draft, slab_budget: int) -> tuple[list[Term], tuple[WorkerShare, ...]]:
-    """Share `slab_budget` among the layers of all workers."""
+    """Share `slab_budget` among the layers of all workers, and staging."""
+    num_staging = _num_staging(draft, slab_budget)
+    slab_budget -= num_staging * sum(map(_class_bytes, draft.demands))
     slots = list(plan_slots([demand for group in draft.demands for demand in group], slab_budget).num_slots)
     terms, shares = [], []
     for worker_id, (group, demands) in enumerate(zip(draft.groups, draft.demands, strict=True)):
         mine, slots = slots[: len(group)], slots[len(group) :]
         slab_bytes = sum(n * demand.slab_bytes for n, demand in zip(mine, demands, strict=True))
-        pool_bytes = slab_bytes + _table_bytes(demands, sum(mine))
+        staging_bytes = num_staging * _class_bytes(demands)
+        pool_bytes = slab_bytes + _table_bytes(demands, sum(mine) + num_staging * len({d.slab_bytes for d in demands}))
         floor_bytes = sum(demand.floor * demand.slab_bytes for demand in demands)
         terms.append(Term(f"worker {worker_id}", f"expert pool, {sum(mine)} slots", pool_bytes))
+        if num_staging:
+            terms.append(Term(f"worker {worker_id}", f"staging for reads ahead, {num_staging} slots", staging_bytes))
         layers = tuple(layer.layer for layer in group)
-        shares.append(WorkerShare(layers, tuple(mine), pool_bytes, slab_bytes, floor_bytes))
+        nbytes = pool_bytes + staging_bytes, slab_bytes + staging_bytes, floor_bytes
+        shares.append(WorkerShare(layers, tuple(mine), *nbytes, num_staging))
     return terms, tuple(shares)
 
 

@@ -155,7 +155,10 @@ class Service:
                 for command in self.control.inbox.drain():
                     self._obey(command)
                 self.coordinator.supervisor.check_alive()
+                num_requests = self.engine.num_requests
                 self.engine.step()
+                if self.engine.num_requests < num_requests:
+                    self.coordinator.tiers.turn_ended()
         except Stopping:
             pass
         except WorkerDied as error:
@@ -190,6 +193,7 @@ class Service:
             "phases": coordinator.clock.describe(),
             "lossy": list(coordinator.lossy),
             "workers": coordinator.describe_workers(),
+            "tiers": coordinator.tiers.describe(),
             "memory": {
                 "budget_bytes": coordinator.plan.budget_bytes,
                 "planned_bytes": coordinator.plan.planned_bytes,

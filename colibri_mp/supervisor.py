@@ -2,6 +2,7 @@
 
     coordinator ── spawn ──▶ worker k        multiprocessing, "spawn"
         │  Route ──▶  ◀── Routed, Failed     one ROUTER socket, peers "worker-k"
+        │  Keep, Hint ──▶  ◀── PoolReport    beside the steps: what to read when there is time, and what became of it
         │  Resize ──▶  ◀── Resized           sent between steps; the answer may come while another is awaited
         └─ sentinel of each process          every wait is on the socket *and* the sentinels
 
@@ -20,7 +21,23 @@ from multiprocessing.context import SpawnProcess
 
 from colibri_mp.control_groups import KillCounter
 from colibri_mp.errors import ProtocolError, WorkerDied, describe_exit, from_wire
-from colibri_mp.messages import Failed, Floats, Hello, Ints, Message, Resize, Resized, Route, Routed, Stop
+from colibri_mp.messages import (
+    Failed,
+    Floats,
+    Hello,
+    Hint,
+    Ints,
+    Keep,
+    Message,
+    PoolEvent,
+    PoolReport,
+    Resize,
+    Resized,
+    Route,
+    Routed,
+    Stop,
+    Wish,
+)
 from colibri_mp.rundir import RunDir
 from colibri_mp.transport import Listener, Waitable, Waiter
 from colibri_mp.workers.core import WorkerConfig
@@ -34,7 +51,8 @@ _log = logging.getLogger(__name__)
 class WorkerHandle:
     """One worker as the coordinator sees it.
 
-    `notes` are what it said of its own choices when it was ready; `slab_limit_bytes` is its last answer to a `Resize`.
+    `notes` are what it said of its own choices when it was ready; `slab_limit_bytes` is its last answer to a `Resize`, `report`
+    the last word of its pool.
     """
 
     config: WorkerConfig
@@ -42,6 +60,7 @@ class WorkerHandle:
     notes: tuple[str, ...] = ()
     is_ready: bool = False
     slab_limit_bytes: int | None = None
+    report: PoolReport | None = None
 
     @property
     def peer(self) -> bytes:
@@ -71,6 +90,7 @@ class Supervisor:
         self._by_layer: dict[int, WorkerHandle] = {}
         self._wanted_sizes: deque[Sequence[int]] = deque()
         self._kills = KillCounter()
+        self.on_pool_event: Callable[[PoolEvent], None] = lambda _event: None
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -127,9 +147,12 @@ class Supervisor:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def route(
-        self, step: int, layer: int, x: Floats, ids: Ints, weights: Floats, on_answer: Callable[[], None]
-    ) -> Routed:
+        self, step: int, layer: int, x: Floats, ids: Ints, weights: Floats, on_answer: Callable[[], None],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Routed:  # fmt: skip
         """Have the owner of `layer` compute a batch; `on_answer` is called when the answer has come, before it is read.
+
+        `meanwhile` is called once the batch is on its way.
 
         Raises:
             WorkerDied: its owner ended or stopped answering.
@@ -141,6 +164,8 @@ class Supervisor:
         if not self._listener.send(worker.peer, Route(step, layer, x, ids, weights)):
             self.check_alive()
             raise WorkerDied(f"{worker.label} is not connected any more")
+        if meanwhile is not None:
+            meanwhile()
         deadline = time.monotonic() + self._step_timeout_s
         while True:
             match self._receive(deadline, worker, f"did not answer step {step}, layer {layer}, in time", on_answer):
@@ -150,6 +175,18 @@ class Supervisor:
                     raise from_wire(kind, message)
                 case other:
                     raise ProtocolError(f"{type(other).__name__} out of turn from {worker.label}")
+
+    def hint(self, step: int, layer: int, experts: Ints) -> None:
+        """Tell the owner of `layer` what it will probably need; nothing waits for it, and nothing fails if it is lost."""
+        self._listener.send(self._by_layer[layer].peer, Hint(step, layer, experts))
+
+    def keep(self, wishes: Sequence[Wish], let_go: Sequence[tuple[int, int]] = ()) -> None:
+        """Have the owners read these experts when there is time, in this order, and let go of pins (layer, expert)."""
+        for worker in self.workers:
+            mine = [wish for wish in wishes if self._by_layer[wish.layer] is worker]
+            gone = [pin for pin in let_go if self._by_layer[pin[0]] is worker]
+            if mine or gone:
+                self._listener.send(worker.peer, Keep(mine, gone))
 
     def request_sizes(self, slab_bytes: Sequence[int]) -> None:
         """Have each worker keep its slabs within so many bytes, soon: between two steps. Callable from any thread."""
@@ -190,9 +227,15 @@ class Supervisor:
 
     def _take_aside(self, message: Message) -> bool:
         """Note what a worker says beside the steps; False if the message is something else."""
-        if not isinstance(message, Resized):
-            return False
-        self.workers[message.worker_id].slab_limit_bytes = message.slab_bytes
+        match message:
+            case Resized(worker_id=worker_id, slab_bytes=slab_bytes):
+                self.workers[worker_id].slab_limit_bytes = slab_bytes
+            case PoolReport(worker_id=worker_id) as report:
+                self.workers[worker_id].report = report
+                for event in report.events:
+                    self.on_pool_event(event)
+            case _:
+                return False
         return True
 
     def _receive(

@@ -20,7 +20,8 @@ from colibri_mp.errors import TraceError
 
 MAGIC = b"COLITRCE"
 VERSION = 1
-LAYER, STEP, LOAD, PIN, UNPIN, DROP, RESIZE = range(1, 8)
+LAYER, STEP, LOAD, PIN, UNPIN, DROP, RESIZE, FILL = range(1, 9)
+EVENTS = {"load": LOAD, "pin": PIN, "unpin": UNPIN, "drop": DROP, "resize": RESIZE, "fill": FILL}
 """Kinds of records. A LAYER record comes for each layer with experts of a step, then one STEP; the others are events."""
 
 _FIXED = struct.Struct("<8sIIII")  # magic, version, bytes of a record, bytes of the JSON, offset of the first record
@@ -108,7 +109,7 @@ def read_trace(path: Path) -> Trace:
 
 def _check(path: Path, header: TraceHeader, records: NDArray[np.void]) -> None:
     """Refuse records that no writer makes."""
-    is_known = (records["kind"] >= LAYER) & (records["kind"] <= RESIZE)
+    is_known = (records["kind"] >= LAYER) & (records["kind"] <= FILL)
     is_known &= (records["kind"] == STEP) | np.isin(records["layer"], [layer.layer for layer in header.layers])
     if not is_known.all():
         idx = int(np.argmin(is_known))

@@ -16,11 +16,11 @@ from colibri_mp.messages import Ints, StepCounters
 from colibri_mp.models.structure import ModelSpec
 from colibri_mp.planner import Plan
 from colibri_mp.trace import (
+    FILL,
     LAYER,
     LOAD,
     MAGIC,
     RECORD,
-    RESIZE,
     STEP,
     TracedLayer,
     TraceHeader,
@@ -82,8 +82,8 @@ class TraceWriter:
             self.flush()
 
     def add_event(self, kind: int, layer: int, value: int) -> None:
-        """What happens to a layer between steps: LOAD, PIN, UNPIN or DROP of an expert, RESIZE to a number of slots (docs/trace.md)."""
-        assert LOAD <= kind <= RESIZE, f"a record of kind {kind} is no event"
+        """What happens to a layer beside the steps, see docs/trace.md: of an expert, or RESIZE to a number of slots."""
+        assert LOAD <= kind <= FILL, f"a record of kind {kind} is no event"
         self._add(kind, layer, value)
 
     # -- file ----------------------------------------------------------------------------------------------------------

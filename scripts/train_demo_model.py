@@ -8,10 +8,11 @@
     python scripts/train_demo_model.py export          # colibri_mp/demo_model/
     python scripts/train_demo_model.py card            # its README.md
 
-Everything between lies in ``--work`` (a folder beside the repository). The model card names the N and M the shipped model was made with. A
-run stopped by SIGTERM goes on with ``--resume``; the steps before the decay do not depend on N, so a run may be started with a
-large N and resumed with the final one. With glibc, ``MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000
-MALLOC_TOP_PAD_=500000000`` in the environment makes a step faster: big buffers are then kept instead of mapped anew.
+Everything between lies in ``--work`` (a folder beside the repository). The model card names each N and M that the shipped model
+was made with. A run stopped by SIGTERM goes on with ``--resume``; the steps before the decay do not depend on N, so a run may be
+started with a large N and resumed with the final one. A finished run goes on, from the full rate again, with a larger N. With
+glibc, ``MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 MALLOC_TOP_PAD_=500000000`` in the environment makes a step faster:
+big buffers are then kept instead of mapped anew.
 """
 
 import argparse

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from colibri_mp.shm.layout import NO_EXPERT, NO_LAYER, SlotFlag, SlotState
 
 if TYPE_CHECKING:
-    from colibri_mp.shm.slots import LayerPool, SlabClass, Slots
+    from colibri_mp.shm.layer_pool import LayerPool, SlabClass
+    from colibri_mp.shm.slots import Slots
 
 
 class _Row(NamedTuple):
@@ -28,7 +29,11 @@ def find_defects(slots: "Slots") -> list[str]:
     table = slots.tables.slots
     rows = list(map(_Row, *(table[name].tolist() for name in _Row._fields)))
     defects = [defect for slabs in slots.classes for defect in _class_defects(slots, slabs, rows)]
-    return defects + [defect for pool in slots.layers.values() for defect in _layer_defects(pool, rows)]
+    defects += [defect for pool in slots.layers.values() for defect in _layer_defects(pool, rows)]
+    limits = [pool.limit for pool in slots.layers.values()], [slabs.staging_limit for slabs in slots.classes]
+    if limits != (slots.tables.limits.tolist(), slots.tables.staging_limits.tolist()):
+        defects.append(f"limits of layers and staging are {limits}, in the tables they are others")
+    return defects
 
 
 def _class_defects(slots: "Slots", slabs: "SlabClass", rows: list[_Row]) -> Iterator[str]:

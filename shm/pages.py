@@ -1,6 +1,6 @@
 """What the system can do with single pages of a mapping: punch holes, lock. Python has no calls for it, so libc's are used.
 
-Nothing here knows of slots. An address belongs to a mapping of this process, and lengths are whole pages.
+Nothing here knows of slots; an address belongs to a mapping of this process.
 """
 
 import ctypes
@@ -44,6 +44,31 @@ def unlock_pages(address: int, nbytes: int) -> None:
     """Let the system swap a range again. `PoolError` if it is not mapped, which is a defect of ours."""
     if _libc.munlock(ctypes.c_void_p(address), ctypes.c_size_t(nbytes)) != 0:
         raise PoolError(f"cannot unlock {nbytes} bytes of memory: {os.strerror(ctypes.get_errno())}")
+
+
+class PageLocks:
+    """The ranges that this process has locked. `refusal`: why the system did not lock one more, the last time it did not."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.refusal: str | None = None
+        self._ranges: dict[int, int] = {}  # address -> bytes
+
+    def lock(self, address: int, nbytes: int) -> None:
+        """Lock a range that is not locked, if the system allows it."""
+        refusal = lock_pages(address, nbytes)
+        if refusal is not None:
+            self.refusal = refusal
+            return
+        self._ranges[address] = nbytes
+        self.nbytes += nbytes
+
+    def unlock(self, address: int) -> None:
+        """Unlock the range that starts at `address`, if it has been locked."""
+        nbytes = self._ranges.pop(address, 0)
+        if nbytes:
+            self.nbytes -= nbytes
+            unlock_pages(address, nbytes)
 
 
 def _why_not_locked(number: int, nbytes: int) -> str:

@@ -26,10 +26,11 @@ from numpy.typing import NDArray
 
 from colibri_mp.errors import PoolError
 from colibri_mp.shm.integrity import find_defects
+from colibri_mp.shm.layer_pool import LayerPool, SlabClass, StagingCounters
 from colibri_mp.shm.layout import LayerSlots, SlotState
 from colibri_mp.shm.policy import LayerDemand, StagingDemand, plan_size
 from colibri_mp.shm.segment import Segment
-from colibri_mp.shm.slots import LOADING, PINNED, LayerPool, SlabClass, Slots, StagingCounters
+from colibri_mp.shm.slots import LOADING, PINNED, Slots
 from colibri_mp.shm.tables import PoolTables
 
 
@@ -225,6 +226,15 @@ class ExpertPool:
         """For each layer what became of its reads ahead; copies."""
         return {layer: replace(pool.counters) for layer, pool in self._layers.items()}
 
+    def num_free(self, layer: int) -> int:
+        """Slots that the layer may still fill without evicting anything."""
+        pool = self._layer(layer)
+        return pool.limit - pool.num_owned
+
+    def limits(self) -> dict[int, int]:
+        """How many slots each layer may have now."""
+        return {layer: pool.limit for layer, pool in self._layers.items()}
+
     def num_resident(self) -> int:
         """Slots of layers that hold a complete expert."""
         return sum(len(pool.slot_of) - len(pool.loading) for pool in self._layers.values())
@@ -232,7 +242,7 @@ class ExpertPool:
     @property
     def locked(self) -> tuple[int, str | None]:
         """Bytes of pins that are locked in memory, and why the system refused to lock more, the last time it did."""
-        return self._slots.locked_bytes, self._slots.lock_refusal
+        return self._slots.locks.nbytes, self._slots.locks.refusal
 
     def check_integrity(self) -> None:
         """`PoolError` that lists every contradiction between the shared tables and the state in memory."""
@@ -261,16 +271,16 @@ class ExpertPool:
         self._check_room(pool, union)
         num_evicted = max(0, len(new) + pool.num_owned - pool.limit)
         promoted = [expert for expert in new if expert in pool.staged]
-        slots.reserve(pool.slabs, len(new) - len(promoted) - num_evicted)
+        misses = [expert for expert in new if expert not in pool.staged]
+        slots.reserve(pool.slabs, len(misses) - num_evicted)
         slots.hold(pool, [pool.slot_of[expert] for expert in union if expert in pool.slot_of])
         for _ in range(num_evicted):
             slots.evict(pool)
-        slots.hold(pool, [slots.promote(pool, expert) for expert in promoted])
-        misses = [expert for expert in new if expert not in pool.slot_of]
         miss_slots = [slots.load(pool, expert) for expert in misses]
         slots.hold(pool, miss_slots)
+        slots.hold(pool, [slots.promote(pool, expert) for expert in promoted])
         hits = [expert for expert in union if pool.residency[expert]]
-        pending = [expert for expert in union if not pool.residency[expert] and expert not in misses]
+        pending = sorted(set(union).difference(hits, misses))
         return Held(
             layer=pool.entry.layer,
             hits=hits,

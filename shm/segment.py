@@ -145,19 +145,19 @@ class Segment:
             ) from exc
 
     def punch(self, offset: int, nbytes: int) -> bool:
-        """Give the pages of a page-aligned range back to the system; they are gone at once, and read as zeros.
+        """Give the pages of a range back to the system; they are gone at once, and read as zeros.
 
         False if the pages stay. macOS cannot punch holes into shared memory: there the system is told that the contents
         are not needed (MADV_FREE), and may take the pages when it wants memory.
         """
-        assert offset % mmap.PAGESIZE == nbytes % mmap.PAGESIZE == 0
         assert offset + nbytes <= self.nbytes
         if self._fd >= 0:
             return punch_hole(self._fd, offset, nbytes)
+        start, end = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE, (offset + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         pages = self._mapping.buf.obj if self._mapping.buf is not None else None
-        with contextlib.suppress(OSError):  # advice that the system may decline
-            if isinstance(pages, mmap.mmap):
-                pages.madvise(mmap.MADV_FREE, offset, nbytes)
+        if isinstance(pages, mmap.mmap) and start < end:
+            with contextlib.suppress(OSError):  # advice, which the system may decline
+                pages.madvise(mmap.MADV_FREE, start, end - start)
         return False
 
     def close(self) -> None:

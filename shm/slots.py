@@ -12,71 +12,17 @@ however many slots there are. What may be done when is decided in `pool`, which 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
 from colibri_mp.errors import PoolError
-from colibri_mp.shm.layout import NO_EXPERT, NO_LAYER, ClassSlots, LayerSlots, SlotFlag, SlotState
-from colibri_mp.shm.pages import lock_pages, unlock_pages
-from colibri_mp.shm.policy import Lru
+from colibri_mp.shm.layer_pool import LayerPool, SlabClass
+from colibri_mp.shm.layout import NO_EXPERT, NO_LAYER, SlotFlag, SlotState
+from colibri_mp.shm.pages import PageLocks
 from colibri_mp.shm.tables import PAGES_RESERVED, PoolTables
 
 FREE, LOADING, READY, PINNED = (int(state) for state in SlotState)
 STAGED = int(SlotFlag.STAGED)
-
-
-@dataclass(slots=True)
-class StagingCounters:
-    """What became of the reads ahead of one layer since the pool was opened; what is missing in the sum is staged now.
-
-    `promoted` were asked for in time or not, `late` of them while still being read. `failed` counts reads that failed or
-    were called off, `dropped` those that ended and were never asked for.
-    """
-
-    issued: int = 0
-    promoted: int = 0
-    late: int = 0
-    dropped: int = 0
-    failed: int = 0
-
-
-class SlabClass:
-    """All slots of one slab size: the FREE ones, and what is staged."""
-
-    def __init__(self, entry: ClassSlots, staging_limit: int) -> None:
-        self.entry = entry
-        self.slots = range(entry.first_slot, entry.first_slot + entry.num_slots)
-        self.free: list[int] = []  # with pages
-        self.bare: list[int] = []  # without
-        self.staged = Lru()  # READY ones, the oldest first
-        self.num_staged = 0  # LOADING ones too
-        self.staging_limit = staging_limit
-
-
-class LayerPool:
-    """The slots of one layer."""
-
-    def __init__(self, entry: LayerSlots, slabs: SlabClass, limit: int, floor: int) -> None:
-        self.entry = entry
-        self.slabs = slabs
-        self.limit = limit
-        self.floor = floor
-        self.num_owned = 0  # slots of the layer; FREE ones that are still held after a failed read are among them
-        self.slot_of: dict[int, int] = {}
-        self.lru = Lru()  # READY and not held
-        self.loading: set[int] = set()
-        self.pinned: set[int] = set()  # PINNED, and LOADING that will be
-        self.staged: dict[int, int] = {}  # expert -> slot
-        self.residency = np.zeros(entry.num_experts, np.bool_)  # READY or PINNED
-        self.residency_view = self.residency.view()  # for others, who cannot write it
-        self.residency_view.flags.writeable = False
-        self.counters = StagingCounters()
-
-    @property
-    def num_available(self) -> int:
-        """Slots that the layer can still take or evict; negative while more is in use than the limit allows."""
-        return self.limit - self.num_owned + len(self.lru)
 
 
 class Slots:
@@ -94,9 +40,7 @@ class Slots:
         }
         self.holds = [0] * layout.num_slots
         self.clock = int(tables.slots["last_use"].max()) + 1
-        self.locked_bytes = 0
-        self.lock_refusal: str | None = None
-        self._locked: set[int] = set()
+        self.locks = PageLocks()
         self._recover()
 
     def owner(self, slot: int) -> LayerPool:
@@ -113,7 +57,7 @@ class Slots:
             take_out(slot, None)
 
     def release(self, pool: LayerPool, slots: Iterable[int]) -> None:
-        """Undo `hold`, or a `load` that held; the last of `slots` becomes the most recent one."""
+        """Undo `hold`; the last of `slots` becomes the most recent one."""
         holds, states, last_use, lru, clock = self.holds, self.tables.states, self.tables.last_use, pool.lru, self.clock
         for slot in slots:
             holds[slot] -= 1
@@ -194,8 +138,9 @@ class Slots:
         self._remove(pool, pool.lru.evict())
 
     def promote(self, pool: LayerPool, expert: int) -> int:
-        """A staged slot becomes the layer's, which is below its limit. Neither evictable nor held: the caller's turn."""
+        """A staged slot becomes the layer's, which is below its limit, as its most recent one; not evictable yet."""
         slot, slabs = pool.staged.pop(expert), pool.slabs
+        was_above = slabs.num_staged > slabs.staging_limit
         slabs.num_staged -= 1
         slabs.staged.pop(slot, None)
         pool.counters.promoted += 1
@@ -206,6 +151,9 @@ class Slots:
             pool.counters.late += 1
         else:
             pool.residency[expert] = True
+            self._stamp(slot)
+        if was_above:  # what the layer has evicted for it is too much for staging
+            self._punch(slabs)
         return slot
 
     def drop_staged(self, slabs: SlabClass) -> None:
@@ -228,7 +176,7 @@ class Slots:
         """PINNED to READY, as the most recent one; LOADING: no longer to be pinned."""
         pool.pinned.remove(slot)
         if self.tables.states[slot] == PINNED:
-            self._unlock(pool, slot)
+            self.locks.unlock(int(self.tables.addresses[slot]))
             self.tables.states[slot] = READY
             if not self.holds[slot]:
                 self._touch(pool, slot)
@@ -237,7 +185,7 @@ class Slots:
         """PINNED to FREE; nobody holds it."""
         pool = self.owner(slot)
         pool.pinned.remove(slot)
-        self._unlock(pool, slot)
+        self.locks.unlock(int(self.tables.addresses[slot]))
         self._remove(pool, slot)
 
     # ── size ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -313,26 +261,18 @@ class Slots:
 
     def _touch(self, pool: LayerPool, slot: int) -> None:
         """A READY or PINNED slot that nobody holds becomes the most recent one."""
-        self.tables.last_use[slot] = self.clock
-        self.clock += 1
+        self._stamp(slot)
         if self.tables.states[slot] == READY:
             pool.lru[slot] = None
             self.trim(pool)
 
+    def _stamp(self, slot: int) -> None:
+        self.tables.last_use[slot] = self.clock
+        self.clock += 1
+
     def _set_pinned(self, pool: LayerPool, slot: int) -> None:
         self.tables.states[slot] = PINNED
-        refusal = lock_pages(int(self.tables.addresses[slot]), pool.entry.slab_bytes)
-        if refusal is not None:
-            self.lock_refusal = refusal
-            return
-        self._locked.add(slot)
-        self.locked_bytes += pool.entry.slab_bytes
-
-    def _unlock(self, pool: LayerPool, slot: int) -> None:
-        if slot in self._locked:
-            self._locked.remove(slot)
-            self.locked_bytes -= pool.entry.slab_bytes
-            unlock_pages(int(self.tables.addresses[slot]), pool.entry.slab_bytes)
+        self.locks.lock(int(self.tables.addresses[slot]), pool.entry.slab_bytes)
 
     def _punch(self, slabs: SlabClass) -> None:
         """Give back the pages of all FREE slots; where the system cannot do that, they keep them."""
@@ -360,6 +300,8 @@ class Slots:
             slabs.bare = [slot for slot in free if not self.tables.flags[slot]]
         for pool in self.layers.values():
             self.trim(pool)
+        for slabs in self.classes:
+            self._punch(slabs)
 
     def _take_over(self, slot: int) -> None:
         """A READY or PINNED slot of the last writer."""

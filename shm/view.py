@@ -46,6 +46,17 @@ class PoolView:
                 return resident
         raise PoolError(f"layer {layer} is not in pool {self._segment.name!r}")
 
+    @property
+    def layers(self) -> list[int]:
+        """The layers of the pool."""
+        return [entry.layer for entry in self.layout.layers]
+
+    def pinned(self, layer: int) -> list[int]:
+        """The experts of a layer that are PINNED, ascending."""
+        table = self.slots()
+        experts = table["expert"][(table["state"] == SlotState.PINNED) & (table["layer"] == layer)]
+        return sorted(experts.tolist())
+
     def num_resident(self) -> int:
         """Slots of layers that hold a complete expert."""
         return int(np.count_nonzero(_is_resident(self.slots())))

@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from colibri_mp.user_cache import user_cache_dir
+
 GOLDEN = Path(__file__).parent / "golden"
 
 
@@ -20,9 +22,21 @@ def run_folder() -> Iterator[Path]:
     resource_tracker.ensure_running()  # it lives to the end, so it must not start in the middle of a test
     folder = Path(tempfile.mkdtemp(prefix="cmp-"))
     os.environ["COLIBRI_RUN_DIR"] = str(folder)
+    os.environ["COLIBRI_CACHE_DIR"] = str(_own_cache(folder))
     os.environ["PYTHONSAFEPATH"] = "1"  # child processes use the installed package, not the folder they start in
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(os.environ["COLIBRI_CACHE_DIR"], ignore_errors=True)
+
+
+def _own_cache(folder: Path) -> Path:
+    """What the tests learn is not for the user, nor the other way round; compiled kernels alone are shared."""
+    kernels = user_cache_dir() / "kernels"
+    kernels.mkdir(mode=0o700, parents=True, exist_ok=True)
+    cache = folder.with_name(folder.name + "-cache")
+    cache.mkdir(mode=0o700)
+    (cache / "kernels").symlink_to(kernels)
+    return cache
 
 
 @pytest.fixture(autouse=True)

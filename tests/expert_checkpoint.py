@@ -1,10 +1,11 @@
 """Experts with random contents in files of every layout, for tests of the workers; no checkpoint around them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from colibri_mp.checkpoint.experts import ExpertLayer
@@ -129,6 +130,38 @@ def scattered(experts: ExpertBytes) -> None:
         file_idx = int(rng.integers(0, 2))
         experts.files[file_idx] += bytes(int(rng.choice([0, 0, 1, 999, 70_000])))
         experts.put(*places[i], file_idx)
+
+
+def slabs_of(experts: ExpertBytes) -> Bytes:
+    """All slabs, uint8 [E, slab_bytes], padded with zeros; the pieces must have been placed."""
+    shape = experts.expert_layer().shape
+    slabs = np.zeros((experts.num_experts, shape.slab_bytes), np.uint8)
+    for expert, slab in enumerate(slabs):
+        slab[: shape.nbytes] = experts.slab(expert)
+    return slabs
+
+
+def checksums_of(experts: ExpertBytes) -> NDArray[np.uint64]:
+    """xxh3-64 of each slab [E]."""
+    return np.array([xxhash.xxh3_64_intdigest(slab.data) for slab in slabs_of(experts)], np.uint64)
+
+
+def write_packed(folder: Path, experts: ExpertBytes) -> tuple[Path, ExpertLayer]:
+    """One file of slabs, as a container has them: padded with zeros to whole pages, the first one at byte 8192."""
+    per_expert(experts)
+    layer, slabs = experts.expert_layer(), slabs_of(experts)
+    size = layer.shape.slab_bytes
+    path = folder / f"experts-{experts.layer:05d}.safetensors"
+    path.write_bytes(bytes(8192) + slabs.tobytes())
+    packed = replace(
+        layer,
+        piece_names=(("expert", "slab"),),
+        piece_bytes=np.array([size], np.int64),
+        file_idx=np.zeros((experts.num_experts, 1), np.int32),
+        offset=8192 + size * np.arange(experts.num_experts, dtype=np.int64)[:, None],
+        is_packed=True,
+    )
+    return path, packed
 
 
 def write(folder: Path, experts: ExpertBytes, place: Place) -> tuple[Path, ...]:

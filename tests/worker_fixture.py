@@ -15,6 +15,7 @@ from colibri_mp.kernels import reference
 from colibri_mp.messages import StepCounters
 from colibri_mp.shm.layout import LayerSlots, pool_bytes
 from colibri_mp.shm.segment import Segment, segment_name
+from colibri_mp.workers.copies import Copy
 from colibri_mp.workers.core import Worker, WorkerConfig
 
 HIDDEN, WIDTH, NUM_EXPERTS, TOP_K, MAX_TOKENS = 128, 192, 12, 3, 32
@@ -41,7 +42,8 @@ class Model:
         """A worker with `num_slots` slots a layer; `changes` replace other fields."""
         slots = tuple(LayerSlots(x.layer, NUM_EXPERTS, num_slots, x.shape.slab_bytes) for x in self.expert_layers)
         name = segment_name(secrets.token_hex(4), 0)
-        config = WorkerConfig(0, name, tuple(self.expert_layers), slots, self.files, "c" * 64, TOP_K, MAX_TOKENS)
+        copies = (Copy(self.files),)
+        config = WorkerConfig(0, name, tuple(self.expert_layers), slots, copies, "c" * 64, TOP_K, MAX_TOKENS)
         return replace(config, **{"io_threads": 3, "read_timeout_s": 20.0, **changes})
 
     def reference(self, layer: int, x: Floats, ids: Ints, weights: Floats) -> Floats:
@@ -61,7 +63,7 @@ class Model:
 @contextmanager
 def running(config: WorkerConfig) -> Iterator[Worker]:
     """A worker with a fresh pool; checks the pool at the end and removes everything."""
-    with Segment.create(config.segment_name, pool_bytes(config.slots)):
+    with Segment.create(config.segment_name, pool_bytes(config.slots, config.staging)):
         worker = Worker(config)
         try:
             yield worker

@@ -14,24 +14,27 @@ import contextlib
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from colibri_mp.checkpoint.experts import ExpertLayer
-from colibri_mp.config import IoMode
+from colibri_mp.config import Verify
 from colibri_mp.errors import ProtocolError, ReadError
 from colibri_mp.kernels.expert import ExpertStage
 from colibri_mp.kernels.layout import ExpertShape, pack
 from colibri_mp.kernels.team import ThreadTeam
-from colibri_mp.messages import StepCounters
+from colibri_mp.messages import PoolEvent, PoolReport, StepCounters, Wish
 from colibri_mp.shm.layout import LayerSlots
 from colibri_mp.shm.pool import ExpertPool, Held
 from colibri_mp.shm.segment import Segment
+from colibri_mp.workers.background import Background
+from colibri_mp.workers.copies import Copy, ExpertCopies
+from colibri_mp.workers.expert_reader import ExpertReader
+from colibri_mp.workers.slab_audit import SlabAudit
 from colibri_mp.workers.streamer import Landed, Streamer
 
 Floats = NDArray[np.float32]
@@ -46,19 +49,24 @@ class WorkerConfig:
     segment_name: str
     expert_layers: tuple[ExpertLayer, ...]
     slots: tuple[LayerSlots, ...]
-    files: tuple[Path, ...]
+    copies: tuple[Copy, ...]
     fingerprint: str
     top_k: int
     max_tokens: int
     num_threads: int = 1
-    io_mode: IoMode = "buffered"
     io_threads: int = 8
+    verify: Verify = "first"
     planes: int = 3
     read_timeout_s: float = 60.0
+    staging: int = 0
 
     def describe_layers(self) -> str:
         """Which layers this worker owns, for messages."""
         return f"layers {self.expert_layers[0].layer}..{self.expert_layers[-1].layer}"
+
+
+_REPORT_S = 0.25  # between two reports in which nothing happened but reads ahead
+_STAGING_COUNTERS = ("issued", "promoted", "late", "dropped", "failed")
 
 
 class _Stopwatch:
@@ -78,24 +86,25 @@ class _Tally:
     """Counters of a step while it runs."""
 
     def __init__(self) -> None:
-        self.hits = self.misses = self.promoted = self.evictions = self.bytes_read = 0
+        self.hits = self.misses = self.promoted = self.evictions = 0
         self.wait, self.compute = _Stopwatch(), _Stopwatch()
 
-    def add(self, held: Held) -> None:
-        """Count what a round has acquired."""
-        self.hits += len(held.hits) - held.num_promoted + held.num_late
-        self.misses += len(held.misses) + len(held.pending) - held.num_late
+    def add(self, held: Held, under_way: set[int]) -> None:
+        """Count what a round has acquired; what was `under_way` when the step began is a miss, though it may have come by now."""
+        num_come = len(under_way.intersection(held.hits))
+        self.hits += len(held.hits) - held.num_promoted + held.num_late - num_come
+        self.misses += len(held.misses) + len(held.pending) - held.num_late + num_come
         self.promoted += held.num_promoted
         self.evictions += held.num_evicted
 
-    def counters(self, disk_s: float) -> StepCounters:
-        """The counters, with the wall time in which the disk was busy."""
+    def counters(self, bytes_read: int, disk_s: float) -> StepCounters:
+        """The counters, with what was read and the wall time in which the disk was busy."""
         return StepCounters(
             hits=self.hits,
             misses=self.misses,
             promoted=self.promoted,
             evictions=self.evictions,
-            bytes_read=self.bytes_read,
+            bytes_read=bytes_read,
             disk_s=disk_s,
             wait_s=self.wait.seconds,
             compute_s=self.compute.seconds,
@@ -114,27 +123,46 @@ class Worker:
         with contextlib.ExitStack() as stack:
             self._segment = Segment.attach(config.segment_name)
             stack.callback(self._segment.close)
-            self._pool = ExpertPool(self._segment, config.slots, config.fingerprint, floor=config.top_k)
+            self._pool = ExpertPool(
+                self._segment, config.slots, config.fingerprint, floor=config.top_k, staging=config.staging
+            )
             stack.callback(self._pool.close)
             self._team = ThreadTeam(config.num_threads)
             stack.callback(self._team.close)
-            self._streamer = Streamer(config.files, config.expert_layers, pack, config.io_mode, config.io_threads)
+            copies = ExpertCopies(config.copies)
+            reader = ExpertReader(copies, config.expert_layers, pack, config.verify)
+            self._streamer = Streamer(reader, config.io_threads)
             stack.callback(self._streamer.close)
+            self._audit = SlabAudit(reader) if config.verify == "always" else None
             self._layers = {layer.layer: layer for layer in config.expert_layers}
             self._stages = self._make_stages()
+            self._background = Background(self._pool, self._begin_background, self._call_off)
             self._resources = stack.pop_all()
         self._reads: dict[int, int] = {}  # slot -> generation of the read that fills it
         self._held: Held | None = None  # what the last round acquired, until `settle`
+        self._under_way: set[int] = set()  # experts that were being read for wishes when the step began
+        self._bytes_read = 0  # since the last step
         self._told_busy_s = 0.0  # the disk's busy time that steps have reported
-        mode, reason = self._streamer.mode
+        self._reported, self._reported_at = PoolReport(config.worker_id), 0.0
         self.notes: tuple[str, ...] = (
-            f"expert reads: {mode} ({reason}), {config.io_threads} at a time in each worker",
+            f"expert reads, {config.io_threads} at a time in each worker: {copies.description}",
         )
         if num_resident := self._pool.num_resident():
             self.notes += (f"worker {config.worker_id} found {num_resident} experts in its pool",)
 
-    def step(self, layer: int, x: Floats, ids: Ints, weights: Floats, out: Floats) -> StepCounters:
+    def step(
+        self,
+        layer: int,
+        x: Floats,
+        ids: Ints,
+        weights: Floats,
+        out: Floats,
+        before_compute: Callable[[], None] | None = None,
+    ) -> StepCounters:
         """Routed sum of a batch: x [T, D], ids [T, K] (< 0: not routed), weights [T, K] -> out [T, D], overwritten.
+
+        `before_compute` is called when the step's own reads have been started: the moment to say what had happened before it,
+        and to take in hints.
 
         The experts of the last round stay in use until `settle`, which the next step calls if nobody else has: between
         two layers every microsecond counts, and that bookkeeping can wait until the answer is on its way.
@@ -144,9 +172,13 @@ class Worker:
         """
         self.settle()
         self._check_arrays(layer, x, ids, weights, out)
+        self._under_way = self._background.under_way(layer)
         stage, tally = self._stages[layer], _Tally()
         rounds = self._pool.rounds(layer, _union(ids, self._layers[layer])) or [[]]
         held = self._acquire(layer, rounds[0], tally)
+        self._submit(held)
+        if before_compute is not None:
+            before_compute()
         if len(rounds) == 1 and not (held.misses or held.pending):
             with tally.compute:
                 stage.run(x, ids, weights, np.array(held.hits, np.int32), self._pool.addresses[held.hit_slots], out)
@@ -155,10 +187,12 @@ class Worker:
                 stage.begin(x, ids, weights)
             self._run_round(stage, held, tally)
             for part in rounds[1:]:
-                self._run_round(stage, self._acquire(layer, part, tally), tally)
+                held = self._acquire(layer, part, tally)
+                self._submit(held)
+                self._run_round(stage, held, tally)
             with tally.compute:
                 stage.finish(out)
-        return tally.counters(self._disk_time())
+        return tally.counters(self._take_bytes_read(), self._disk_time())
 
     def expect_step(self) -> None:
         """A step is on its way: wake the compute threads, which takes as long as reading the message."""
@@ -175,7 +209,77 @@ class Worker:
     def resize(self, slab_bytes: int) -> int:
         """Keep the pool's slabs within `slab_bytes` from now on; returns what they may take (see `ExpertPool.resize`)."""
         self.settle()
-        return self._pool.resize(slab_bytes)
+        pins = {layer: self._pool.pinned(layer) for layer in self._layers}
+        limits = self._pool.limits()
+        usable_bytes = self._pool.resize(slab_bytes)
+        for layer, pinned in pins.items():
+            self._background.given_up(layer, set(pinned).difference(self._pool.pinned(layer)))
+        for layer, limit in self._pool.limits().items():
+            if limit != limits[layer]:
+                self._background.events.append(PoolEvent("resize", layer, limit))
+        return usable_bytes
+
+    # ── reads ahead ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def hint(self, layer: int, experts: Iterable[int]) -> None:
+        """Read ahead what `layer` will probably need soon, the likeliest first; nothing waits for it."""
+        if layer in self._layers:
+            self._background.hint(layer, experts)
+
+    def keep(self, wishes: Iterable[Wish], let_go: Iterable[tuple[int, int]]) -> None:
+        """Have these experts in memory when there is time to read them; let pins be evicted again."""
+        self.settle()
+        for layer, expert in let_go:
+            self._background.let_go(layer, expert)
+        self._background.keep(wishes)
+        self._background.read_on()
+
+    def read_on(self) -> bool:
+        """Go on with what is to be kept in memory; for moments without a step. False: there is nothing left to do."""
+        if not self._background.num_waiting:
+            return False
+        self.settle()
+        self._background.read_on()
+        return True
+
+    def report(self) -> PoolReport | None:
+        """What has changed beside the steps since the last report; None: nothing."""
+        now = time.monotonic()
+        if not self._background.events and not (self.config.staging and now - self._reported_at > _REPORT_S):
+            return None
+        self._reported_at = now
+        report = self._make_report()
+        if report == self._reported:
+            return None
+        self._reported = report
+        return report
+
+    def _make_report(self) -> PoolReport:
+        counters, background = self._pool.staging_counters(), self._background
+        locked_bytes, refusal = self._pool.locked
+        return PoolReport(
+            worker_id=self.config.worker_id,
+            **{name: sum(getattr(layer, name) for layer in counters.values()) for name in _STAGING_COUNTERS},
+            wasted_bytes=sum(self._layers[layer].stored_bytes * count.dropped for layer, count in counters.items()),
+            missed_dropped=background.misses.dropped,
+            missed_unpredicted=background.misses.unpredicted,
+            num_pinned=sum(len(self._pool.pinned(layer)) for layer in self._layers),
+            locked_bytes=locked_bytes,
+            lock_refusal=refusal or "",
+            num_waiting=background.num_waiting,
+            refusal=background.refusal,
+            events=background.take_events(),
+        )
+
+    def _begin_background(self, layer: int, expert: int, slot: int, generation: int) -> None:
+        self._reads[slot] = generation
+        self._streamer.submit(layer, expert, self._pool.slab_view(slot), slot, background=True)
+
+    def _call_off(self, slot: int) -> bool:
+        if not self._streamer.cancel(slot):
+            return False
+        del self._reads[slot]
+        return True
 
     def check_integrity(self) -> None:
         """`PoolError` if the pool contradicts itself; for idle moments and tests."""
@@ -192,16 +296,19 @@ class Worker:
         """Slots for the experts of one round; those of the round before are let go first."""
         self.settle()
         self._held = held = self._pool.acquire(layer, experts)
-        tally.add(held)
+        tally.add(held, self._under_way)
+        if self._audit is not None:
+            self._audit.check(held.layer, held.hits, [self._pool.slab_view(slot) for slot in held.hit_slots])
         return held
 
     def _run_round(self, stage: ExpertStage, held: Held, tally: _Tally) -> None:
-        self._submit(held)
         self._compute(stage, held.hits, held.hit_slots, tally)
         self._compute_as_they_land(stage, held, tally)
 
     def _submit(self, held: Held) -> None:
         """Start all reads of the round; the slot is the tag, since only one read at a time fills a slot."""
+        for slot in self._background.step_acquired(held):
+            self._streamer.promote(slot)
         for expert, slot, generation in zip(held.misses, held.miss_slots, held.generations, strict=True):
             self._reads[slot] = generation
             self._streamer.submit(held.layer, expert, self._pool.slab_view(slot), slot)
@@ -214,7 +321,6 @@ class Worker:
             landed = self._wait(held.layer, awaited, tally)
             ready = [(awaited.pop(done.tag), done) for done in landed if done.tag in awaited]
             error = error or next((done.error for _, done in ready if done.error), None)
-            tally.bytes_read += sum(done.nbytes for done in landed)
             if error is None:
                 self._compute(stage, [expert for expert, _ in ready], [done.tag for _, done in ready], tally)
         if error is not None:
@@ -237,6 +343,13 @@ class Worker:
         for done in landed:
             end = self._pool.mark_ready if done.error is None else self._pool.fail
             end(done.tag, self._reads.pop(done.tag))
+            self._background.landed(done.tag, done.error)
+            self._bytes_read += done.nbytes
+
+    def _take_bytes_read(self) -> int:
+        """Bytes that have come from the disk, ahead of demand too, since the step before."""
+        nbytes, self._bytes_read = self._bytes_read, 0
+        return nbytes
 
     def _disk_time(self) -> float:
         """Seconds in which a read was under way, since the step before."""

@@ -9,6 +9,8 @@ import os
 import signal
 import sys
 import traceback
+from collections import deque
+from collections.abc import Callable
 from multiprocessing import parent_process
 from pathlib import Path
 
@@ -16,12 +18,13 @@ import numpy as np
 
 from colibri_mp import log, rundir
 from colibri_mp.errors import ColibriError, ProtocolError
-from colibri_mp.messages import Failed, Hello, Resize, Resized, Route, Routed, Stop
+from colibri_mp.messages import Failed, Hello, Hint, Keep, Message, Resize, Resized, Route, Routed, Stop
 from colibri_mp.shm.segment import unlink_stale
 from colibri_mp.transport import Link, Waiter
 from colibri_mp.workers.core import Worker, WorkerConfig
 
 _log = logging.getLogger(__name__)
+_READ_ON_S = 0.002  # between two looks at what is being read to be kept, while there is no step
 _SWITCH_S = 0.0005  # how long a reading thread may keep the interpreter while the compute thread waits for it
 
 
@@ -57,27 +60,75 @@ def _loop(worker: Worker, link: Link) -> None:
     parent = parent_process()
     assert parent is not None, "a worker is a child of the coordinator"
     waiter = Waiter([link, parent.sentinel])
-    while parent.sentinel not in waiter.wait(None):
-        worker.expect_step()
-        message = link.receive(0.0)
+    inbox = _Inbox(worker, link)
+    reads_on = False
+    while parent.sentinel not in waiter.wait(0.0 if inbox.has_more else _READ_ON_S if reads_on else None):
+        message = inbox.next()
         match message:
             case Stop():
                 return
             case Route():
-                link.send(_answer(worker, message))
+                link.send(_answer(worker, message, inbox.look_beside))
                 worker.settle()  # while the coordinator goes on with the next layer
+            case Keep(wishes=wishes, let_go=let_go):
+                worker.keep(wishes, let_go)
             case Resize(slab_bytes=slab_bytes):
-                link.send(Resized(worker.config.worker_id, worker.resize(slab_bytes)))
-            case None:
-                continue
+                usable_bytes = worker.resize(slab_bytes)
+                _report(worker, link)
+                link.send(Resized(worker.config.worker_id, usable_bytes))
+            case Hint() | None:
+                pass
             case other:
                 raise ProtocolError(f"{type(other).__name__} sent to a worker")
+        was_reading, reads_on = reads_on, worker.read_on()
+        if was_reading and not reads_on:
+            _report(worker, link)
 
 
-def _answer(worker: Worker, route: Route) -> Routed | Failed:
+class _Inbox:
+    """What has come over the link. Hints are worth something at once, in the middle of a step too; all else keeps its order."""
+
+    def __init__(self, worker: Worker, link: Link) -> None:
+        self._worker, self._link = worker, link
+        self._waiting: deque[Message] = deque()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `next` has a message that came during a step."""
+        return bool(self._waiting)
+
+    def next(self) -> Message | None:
+        """The next message, None if there is none; a hint has been taken already."""
+        if self._waiting:
+            return self._waiting.popleft()
+        self._worker.expect_step()
+        return self._receive()
+
+    def look_beside(self) -> None:
+        """In a step, before it computes: report what happened before it, and take the hints that have come; the rest waits for `next`."""
+        _report(self._worker, self._link)
+        if not self._worker.config.staging:
+            return
+        while (message := self._receive()) is not None:
+            if not isinstance(message, Hint):
+                self._waiting.append(message)
+
+    def _receive(self) -> Message | None:
+        message = self._link.receive(0.0)
+        if isinstance(message, Hint):
+            self._worker.hint(message.layer, message.experts.tolist())
+        return message
+
+
+def _report(worker: Worker, link: Link) -> None:
+    if (report := worker.report()) is not None:
+        link.send(report)
+
+
+def _answer(worker: Worker, route: Route, look_beside: Callable[[], None]) -> Routed | Failed:
     y = np.empty_like(route.x)
     try:
-        counters = worker.step(route.layer, route.x, route.ids, route.weights, y)
+        counters = worker.step(route.layer, route.x, route.ids, route.weights, y, look_beside)
     except Exception as error:
         return _failure(route.step, error)
     return Routed(route.step, route.layer, y, counters)

@@ -1,4 +1,4 @@
-"""How one expert is read: cut into tasks of about 1 MiB, each with few large reads, pure arithmetic.
+"""How one expert is read: cut into tasks, each with few large reads, pure arithmetic.
 
     pieces of an expert        gate.weight ▓▓▓▓▓▓▓▓  gate.scales ▒  gate.biases ▒  up.weight ▓▓▓▓▓▓▓▓ ...
     tasks (row blocks)         [rows 0..511: ▓▓▓▓ ▒ ▒]  [rows 512..1023: ▓▓▓▓ ▒ ▒]  ...      read and packed in parallel
@@ -7,6 +7,9 @@
 A small expert is one task, and one read where its pieces lie together; a large one is spread over the I/O threads, so
 that a single miss already keeps the disk busy and scratch memory stays small. Rows are cut in multiples of 16, the row
 block of the packed layout, whose blocks follow each other: a task packs into a part of the slab of its own.
+
+A packed layer needs none of this: its slabs lie in the file as they are to lie in memory, on multiples of 4096, and are
+read in place; only very large ones are cut, so that several threads share them.
 """
 
 from collections.abc import Sequence
@@ -15,9 +18,10 @@ from typing import NamedTuple
 
 from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.formats import Encoding
-from colibri_mp.kernels.layout import packed_bytes
+from colibri_mp.kernels.layout import ExpertShape, packed_bytes
 
 TASK_BYTES = 5 << 18  # with gaps and alignment it stays below 2 MiB, one huge page of scratch memory a thread
+PACKED_TASK_BYTES = 4 << 20
 GAP_BYTES = 64 << 10  # a gap below this is read through: cheaper than another request
 ALIGNMENT = 4096  # of offset, length and memory in direct mode
 ROW_BLOCK = 16
@@ -43,44 +47,58 @@ class MatrixRows(NamedTuple):
 
 
 class FileRange(NamedTuple):
-    """Bytes to read from one file into a scratch buffer, from byte `scratch_offset` on (a multiple of 4096)."""
+    """Bytes to read from one file into a buffer, from byte `target_offset` on (a multiple of 4096)."""
 
     file_idx: int
     offset: int
     nbytes: int
-    scratch_offset: int
+    target_offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReadTask:
-    """What one I/O thread does at a time: read `ranges`, then pack each of `matrices`.
+    """What one I/O thread does at a time: read `ranges` into its scratch buffer, then pack each of `matrices`.
 
-    `part_offsets` has, for each matrix, where in the scratch buffer each of its parts starts.
+    `part_offsets` has, for each matrix, where in the scratch buffer each of its parts starts. `into_slab`: the ranges go
+    straight into the slab instead, and there is nothing to pack.
     """
 
     ranges: tuple[FileRange, ...]
-    matrices: tuple[MatrixRows, ...]
-    part_offsets: tuple[tuple[int, ...], ...]
+    matrices: tuple[MatrixRows, ...] = ()
+    part_offsets: tuple[tuple[int, ...], ...] = ()
+    into_slab: bool = False
 
 
 class LayerPlan:
-    """The read plan of a layer: the same cut for each of its experts."""
+    """The read plan of a layer: the same cut for each of its experts. `packed_bytes`: of a slab without its padding."""
 
     def __init__(self, layer: ExpertLayer) -> None:
         self.layer = layer
-        self._cuts = _cut(layer)
-        self.slab_bytes = layer.shape.slab_bytes
-        self.scratch_bytes = max(_scratch_bound(matrices) for matrices in self._cuts)
+        shape = layer.shape
+        self.slab_bytes, self.packed_bytes = shape.slab_bytes, shape.nbytes
+        self._cuts: Sequence[tuple[MatrixRows, ...]] = () if layer.is_packed else _cut(layer, shape)
+        self.num_tasks = -(-self.slab_bytes // PACKED_TASK_BYTES) if layer.is_packed else len(self._cuts)
+        self.scratch_bytes = max((_scratch_bound(matrices) for matrices in self._cuts), default=0)
+
+    def task(self, expert: int, task_idx: int) -> ReadTask:
+        """Task `task_idx` of the `num_tasks` that together fill the slab of `expert`."""
+        files, offsets = self.layer.file_idx[expert].tolist(), self.layer.offset[expert].tolist()
+        if self.layer.is_packed:
+            return self._packed_task(files[0], offsets[0], task_idx)
+        return _task(self._cuts[task_idx], files, offsets)
 
     def tasks(self, expert: int) -> list[ReadTask]:
-        """The tasks that together fill the slab of `expert`."""
-        files, offsets = self.layer.file_idx[expert].tolist(), self.layer.offset[expert].tolist()
-        return [_task(matrices, files, offsets) for matrices in self._cuts]
+        """All tasks of `expert`."""
+        return [self.task(expert, task_idx) for task_idx in range(self.num_tasks)]
+
+    def _packed_task(self, file_idx: int, offset: int, task_idx: int) -> ReadTask:
+        start = task_idx * PACKED_TASK_BYTES
+        nbytes = min(PACKED_TASK_BYTES, self.slab_bytes - start)
+        return ReadTask((FileRange(file_idx, offset + start, nbytes, start),), into_slab=True)
 
 
-def _cut(layer: ExpertLayer) -> list[tuple[MatrixRows, ...]]:
+def _cut(layer: ExpertLayer, shape: ExpertShape) -> list[tuple[MatrixRows, ...]]:
     """The matrices (or row blocks of them) of each task."""
-    shape = layer.shape
     first = 0
     projections = []
     for encoding, rows, cols, slab_offset in (
@@ -128,28 +146,26 @@ def _scratch_bound(matrices: Sequence[MatrixRows]) -> int:
 
 
 def _task(matrices: tuple[MatrixRows, ...], files: Sequence[int], offsets: Sequence[int]) -> ReadTask:
-    """Place the slices of one expert: sort them, merge what lies close together, and lay the ranges out in scratch."""
+    """Place the slices of one expert: sort them, merge what lies close together, and lay the ranges out in scratch.
+
+    A range starts in scratch at its own offset modulo 4096, and its aligned superset is free of other ranges.
+    """
     slices = [piece for matrix in matrices for piece in matrix.slices]
-    places = [(files[piece.piece_idx], offsets[piece.piece_idx] + piece.start) for piece in slices]
+    places = sorted(
+        (files[piece], offsets[piece] + start, nbytes, i) for i, (piece, start, nbytes) in enumerate(slices)
+    )
     ranges: list[FileRange] = []
     found = [0] * len(slices)
-    for i in sorted(range(len(slices)), key=places.__getitem__):
-        file_idx, offset = places[i]
-        last = ranges[-1] if ranges else None
-        if last is None or file_idx != last.file_idx or offset - (last.offset + last.nbytes) >= GAP_BYTES:
-            last = FileRange(file_idx, offset, 0, _next_scratch_offset(last))
-            ranges.append(last)
-        end = max(offset + slices[i].nbytes, last.offset + last.nbytes)
-        ranges[-1] = last._replace(nbytes=end - last.offset)
-        found[i] = last.scratch_offset + last.offset % ALIGNMENT + offset - last.offset
+    file_idx, first, end, target = -1, 0, 0, 0
+    for piece_file, offset, nbytes, i in places:
+        if piece_file != file_idx or offset - end >= GAP_BYTES:
+            if file_idx >= 0:
+                ranges.append(FileRange(file_idx, first, end - first, target))
+                target += -(-(first % ALIGNMENT + end - first) // ALIGNMENT) * ALIGNMENT
+            file_idx, first, end = piece_file, offset, offset
+        end = max(end, offset + nbytes)
+        found[i] = target + first % ALIGNMENT + offset - first
+    ranges.append(FileRange(file_idx, first, end - first, target))
     placed = iter(found)
     part_offsets = tuple(tuple(next(placed) for _ in matrix.slices) for matrix in matrices)
     return ReadTask(tuple(ranges), matrices, part_offsets)
-
-
-def _next_scratch_offset(last: FileRange | None) -> int:
-    """Behind the aligned superset of the range before. A range starts at its own offset modulo 4096 in scratch."""
-    if last is None:
-        return 0
-    used = last.offset % ALIGNMENT + last.nbytes
-    return last.scratch_offset + -(-used // ALIGNMENT) * ALIGNMENT

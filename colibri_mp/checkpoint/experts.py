@@ -3,11 +3,12 @@
     per expert   <block>.experts.N.{gate,up,down}_proj.weight [rows, cols] (mixtral: w1 gate, w3 up, w2 down)
     fused        <block>.experts.gate_up_proj [E, 2F, D] (rows: gate, then up), .down_proj [E, D, F]; no ".weight"
     stacked      <block>.switch_mlp.{gate,up,down}_proj.{weight,scales,biases} [E, rows, ...], as MLX writes
+    packed       a container's slabs [E, slab_bytes], in the layout that the kernels read (`container`)
 
 All end as: piece p of expert e is `piece_bytes[p]` bytes at `offset[e, p]` of file `file_idx[e, p]`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from colibri_mp.checkpoint.container import PackedLayer, PackedPiece, piece_table
 from colibri_mp.checkpoint.matrices import Piece, Shape, TensorTable
 from colibri_mp.errors import CheckpointError
 from colibri_mp.formats import Encoding
@@ -31,7 +33,8 @@ class ExpertLayer:
     """Where the E experts of a layer lie. Each is gate [F, D], up [F, D], down [D, F]; E experts, F width, D hidden.
 
     `piece_names` [P] is (projection, part) in the order gate, up, down and within each `encoding.parts`. Picklable,
-    holds no file: a worker opens the files itself.
+    holds no file: a worker opens the files itself. `is_packed`: the file holds the slab as the kernels read it; the one
+    piece is the whole slab, `shape.slab_bytes` long. `checksums` [E]: xxh3-64 of the packed slab, padding zeroed.
     """
 
     layer: int
@@ -45,6 +48,8 @@ class ExpertLayer:
     piece_bytes: npt.NDArray[np.int64]  # [P]
     file_idx: npt.NDArray[np.int32]  # [E, P]
     offset: npt.NDArray[np.int64]  # [E, P]
+    is_packed: bool = False
+    checksums: npt.NDArray[np.uint64] | None = None
 
     @property
     def stored_bytes(self) -> int:
@@ -88,6 +93,8 @@ def find_experts(
     `names` are what the family calls the projections of a single expert. Raises `CheckpointError` if experts are
     missing, of another shape than the config says, or do not agree in encoding.
     """
+    if table.packed_layers:
+        return _packed(table, layer, dims)
     if f"{path}.switch_mlp.gate_proj.weight" in table:
         found = {projection: _stacked(table, path, projection, dims) for projection in PROJECTIONS}
     elif f"{path}.experts.gate_up_proj" in table:
@@ -97,6 +104,68 @@ def find_experts(
             p: _per_expert(table, f"{path}.experts", names[p], dims.shape(p), dims.num_experts) for p in PROJECTIONS
         }
     return _expert_layer(layer, dims, found)
+
+
+def _packed(table: TensorTable, layer: int, dims: ExpertDims) -> ExpertLayer:
+    """The layer in one file of a container; its header is held against the config and the kernels' layout."""
+    packed = table.packed_layers.get(layer)
+    if packed is None:
+        raise CheckpointError(
+            f"config.json calls for experts in layer {layer}, the container has them in the layers "
+            f"{sorted(table.packed_layers)}: convert the original checkpoint again"
+        )
+    header = packed.header
+    shape = _packed_shape(packed, dims)
+    if (header.slab_bytes, header.pieces) != (shape.slab_bytes, piece_table(shape)):
+        raise CheckpointError(
+            f"{packed.path}: {header.slab_bytes} bytes a slab and the pieces {_describe(header.pieces)} are not how the "
+            f"kernels read such experts: {shape.slab_bytes} bytes, {_describe(piece_table(shape))}; "
+            "convert the original checkpoint again"
+        )
+    slabs = table.tensor(packed.slabs.name, Shape((dims.num_experts, shape.slab_bytes), "experts, slab bytes"))
+    gate, up, down = header.encodings
+    return ExpertLayer(
+        layer=header.layer,
+        num_experts=dims.num_experts,
+        hidden=dims.hidden,
+        width=dims.width,
+        gate=gate,
+        up=up,
+        down=down,
+        piece_names=(("expert", "slab"),),
+        piece_bytes=np.array([shape.slab_bytes], np.int64),
+        file_idx=np.full((dims.num_experts, 1), slabs.file_idx, np.int32),
+        offset=slabs.offset + shape.slab_bytes * np.arange(dims.num_experts, dtype=np.int64)[:, None],
+        is_packed=True,
+        checksums=np.array([int(text, 16) for text in header.checksums], np.uint64),
+    )
+
+
+def _packed_shape(packed: PackedLayer, dims: ExpertDims) -> "ExpertShape":
+    from colibri_mp.kernels.layout import ExpertShape
+
+    header = packed.header
+    stated = (header.num_experts, header.hidden, header.width)
+    if stated != (dims.num_experts, dims.hidden, dims.width):
+        raise CheckpointError(
+            f"config and container disagree: {packed.path} holds {header.num_experts} experts of hidden size "
+            f"{header.hidden} and width {header.width}, config.json asks for {dims.num_experts}, {dims.hidden}, "
+            f"{dims.width} (num_experts, hidden_size, {dims.width_field})"
+        )
+    for encoding, cols in zip(header.encodings, (dims.hidden, dims.hidden, dims.width), strict=True):
+        if not encoding.is_supported(cols):
+            raise CheckpointError(
+                f"{packed.path}: experts stored as {encoding} with {cols} columns are not supported: "
+                "convert the original checkpoint again"
+            )
+    gate, up, down = header.encodings
+    return ExpertShape(dims.hidden, dims.width, gate.format, up.format, down.format)
+
+
+def _describe(pieces: Iterable[PackedPiece]) -> str:
+    return ", ".join(
+        f"{piece.projection} [{piece.rows}, {piece.cols}] at {piece.offset} + {piece.nbytes}" for piece in pieces
+    )
 
 
 def _stacked(table: TensorTable, path: str, projection: str, dims: ExpertDims) -> _Projection:

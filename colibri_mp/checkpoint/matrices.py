@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from colibri_mp.checkpoint.container import PackedLayer
 from colibri_mp.checkpoint.quantisation import Quantisation, grouped_encoding, plain_encoding
 from colibri_mp.checkpoint.safetensors_header import TensorInfo
 from colibri_mp.errors import CheckpointError
@@ -49,11 +50,20 @@ class Shape(NamedTuple):
 
 
 class TensorTable:
-    """All tensors of a checkpoint, looked up by what a model needs; remembers which have been used."""
+    """All tensors of a checkpoint, looked up by what a model needs; remembers which have been used.
 
-    def __init__(self, tensors: Mapping[str, TensorInfo], quantisation: Quantisation) -> None:
+    `packed_layers`: of a container, the layers whose experts are in the kernels' layout.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, TensorInfo],
+        quantisation: Quantisation,
+        packed_layers: Mapping[int, PackedLayer] | None = None,
+    ) -> None:
         self.tensors = tensors
         self.quantisation = quantisation
+        self.packed_layers = packed_layers or {}
         self.used: set[str] = set()
 
     def __contains__(self, name: str) -> bool:

@@ -1,15 +1,16 @@
 """A checkpoint folder: config, the headers of all weight files, and bytes on demand.
 
 Weight files are those of `model.safetensors.index.json`, else `model.safetensors`, else every `*.safetensors` of the
-folder. Opening reads headers only; index and files must agree in both directions. What a model needs is up to `models`.
+folder; of a container (`container`) those that its marker in config.json calls for. Opening reads headers only; index
+and files must agree in both directions. What a model needs is up to `models`.
 """
 
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from io import FileIO
 from pathlib import Path
@@ -18,6 +19,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from colibri_mp.checkpoint.container import (
+    MARKER_KEY,
+    UNFINISHED_NAME,
+    Marker,
+    PackedLayer,
+    container_files,
+    read_container,
+    read_marker,
+)
 from colibri_mp.checkpoint.json_file import read_json_object
 from colibri_mp.checkpoint.matrices import StoredMatrix, TensorTable
 from colibri_mp.checkpoint.quantisation import Quantisation, read_quantisation
@@ -44,10 +54,12 @@ class Checkpoint:
     config: dict[str, Any]
     generation_config: dict[str, Any]
     quantisation: Quantisation
+    marker: Marker | None = None
+    packed_layers: Mapping[int, PackedLayer] = field(default_factory=dict)
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> "Checkpoint":
-        """Read config and headers of the folder `path`.
+        """Read config and headers of the folder `path`. `marker` and `packed_layers` are those of a container.
 
         Raises `CheckpointError` for the first defect found: missing or damaged file, index and files that disagree,
         unsupported quantisation.
@@ -56,7 +68,8 @@ class Checkpoint:
         _check_folder(folder)
         config = read_json_object(folder / "config.json")
         quantisation = read_quantisation(config)
-        files, weight_map = _weight_files(folder)
+        marker = read_marker(config)
+        files, weight_map = _weight_files(folder, marker)
         headers = [read_header(file, i) for i, file in enumerate(files)]
         tensors = _merge(files, headers)
         if weight_map is not None:
@@ -72,6 +85,8 @@ class Checkpoint:
             config=config,
             generation_config=read_json_object(generation) if generation.exists() else {},
             quantisation=quantisation,
+            marker=marker,
+            packed_layers=read_container(files, headers, marker) if marker else {},
         )
 
     @property
@@ -95,7 +110,7 @@ class Checkpoint:
 
     def table(self) -> TensorTable:
         """The tensors, to be looked up by what a model needs."""
-        return TensorTable(self.tensors, self.quantisation)
+        return TensorTable(self.tensors, self.quantisation, self.packed_layers)
 
     def read(self, file_idx: int, offset: int, nbytes: int) -> Bytes:
         """`nbytes` bytes at `offset` of a weight file, as a new array uint8 [nbytes]. Raises `ReadError`."""
@@ -104,7 +119,7 @@ class Checkpoint:
         try:
             with path.open("rb", buffering=0) as file:
                 file.seek(offset)
-                _fill(file, data)
+                fill(file, data)
         except OSError as error:
             raise ReadError(f"{path}: cannot read {nbytes} bytes at {offset}: {error.strerror or error}") from error
         return data
@@ -120,12 +135,12 @@ class Checkpoint:
 
 
 def has_all_files(folder: Path) -> bool:
-    """Whether `folder` holds config.json and every weight file that its index calls for."""
+    """Whether `folder` holds config.json and every weight file that its index, or a container's marker, calls for."""
     try:
-        _weight_files(folder)
+        _weight_files(folder, read_marker(read_json_object(folder / "config.json")))
     except CheckpointError:
         return False
-    return (folder / "config.json").exists()
+    return True
 
 
 def to_float32(raw: Bytes, dtype: str) -> npt.NDArray[np.float32]:
@@ -141,7 +156,8 @@ def to_float32(raw: Bytes, dtype: str) -> npt.NDArray[np.float32]:
             raise CheckpointError(f"dtype {dtype} is no float type that can be read; supported are BF16, F16, F32")
 
 
-def _fill(file: FileIO, data: Bytes) -> None:
+def fill(file: FileIO, data: Bytes) -> None:
+    """Read from the file's position until `data` is full. Raises `OSError`, also where the file ends before."""
     view = data.data
     while view:
         count = file.readinto(view)
@@ -155,10 +171,19 @@ def _check_folder(folder: Path) -> None:
         raise CheckpointError(f"{folder}: no such folder; give the one that holds config.json and *.safetensors files")
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: is a file; give the folder that holds config.json and *.safetensors files")
+    if (folder / UNFINISHED_NAME).exists() and not (folder / "config.json").exists():
+        raise CheckpointError(
+            f"{folder}: is a conversion that has not been finished: go on with `colibri-cluster convert`, with the same "
+            "arguments as before"
+        )
 
 
-def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
+def _weight_files(folder: Path, marker: Marker | None) -> tuple[list[Path], dict[str, str] | None]:
     """The weight files, and the index's tensor -> file name if there is an index."""
+    if marker is not None:
+        files = container_files(folder, marker)
+        _refuse_missing(folder, files, f"config.json ({MARKER_KEY})")
+        return files, None
     if (folder / INDEX_NAME).exists():
         weight_map = _read_weight_map(folder / INDEX_NAME)
         files = [folder / name for name in sorted(set(weight_map.values()))]

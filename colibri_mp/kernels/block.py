@@ -25,7 +25,7 @@ I32Array = NDArray[np.int32]
 FRAME = np.dtype([("attention", attention_stage.FRAME), ("router", normed_linear.FRAME), ("time", np.int64)])
 _ROUTER_START = attention_stage.FRAME.itemsize
 _ROUTER_END = _ROUTER_START + normed_linear.FRAME.itemsize
-_TIME, _ONE_CHUNK = fixed(NUM_PHASES), fixed(1)
+_TIME, _ROUTER, _ONE_CHUNK = (fixed(number) for number in (NUM_PHASES, NUM_PHASES + 1, 1))
 
 
 @compiled
@@ -40,7 +40,7 @@ def _time_phase(job: Any, control: int, tag: int) -> bool:
 def _block_stage(frame: int, control: int, tag: int) -> None:
     job = record_at(frame, FRAME)
     if attention_phases(job.attention, control, tag) and _time_phase(job, control, tag):
-        router_phases(job.router, control, tag)
+        router_phases(job.router, control, tag, _ROUTER)
 
 
 STAGE = Native(_block_stage)
@@ -64,7 +64,7 @@ class BlockStage:
         Arguments and errors: `AttentionStage`; results, which are views: `RouterStage`.
         """
         attention = self._attention.frame(x, weights, kv, layer_idx, batch)
-        router = self._router.frame(x, mlp_norm, gate, NUM_PHASES + 1)
+        router = self._router.frame(x, mlp_norm, gate)
         self._bytes[:_ROUTER_START] = attention.view(np.uint8)
         self._bytes[_ROUTER_START:_ROUTER_END] = router.view(np.uint8)
         self._team.run(STAGE, self._frame)

@@ -7,7 +7,7 @@ from colibri_mp.kernels.jit import Native
 from colibri_mp.kernels.layout import PackedMatrix
 from colibri_mp.kernels.linear import DEFAULT_PLANES
 from colibri_mp.kernels.normed_linear import FRAME, NormedLinear, multiply_phase, norm_phase
-from colibri_mp.kernels.team import ThreadTeam
+from colibri_mp.kernels.team import PHASE_0, PHASE_1, ThreadTeam
 from colibri_mp.kernels.vectors import record_at
 
 F32Array = NDArray[np.float32]
@@ -15,8 +15,8 @@ F32Array = NDArray[np.float32]
 
 def _head_stage(frame: int, control: int, tag: int) -> None:
     job = record_at(frame, FRAME)
-    if norm_phase(job, control, tag):
-        multiply_phase(job, control, tag)
+    if norm_phase(job, control, tag, PHASE_0):
+        multiply_phase(job, control, tag, PHASE_1)
 
 
 STAGE = Native(_head_stage)

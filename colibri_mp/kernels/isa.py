@@ -4,7 +4,7 @@ Nothing here imports numba: `prepare_cache` has to run before numba reads its en
 import. Both answers are fixed for the life of a process; spawned children inherit them through the environment.
 
     COLIBRI_ISA         one of ISAS: use this instead of the best one (a coarser one than the machine has, for tests)
-    COLIBRI_CACHE_DIR   root of the caches instead of ~/.cache/colibri-mp (macOS: ~/Library/Caches/colibri-mp)
+    COLIBRI_CACHE_DIR   root of the caches (see user_cache)
     NUMBA_CPU_NAME      numba's own switch; the instruction set follows it
 """
 
@@ -23,6 +23,7 @@ from typing import NamedTuple
 import llvmlite.binding as llvm
 
 from colibri_mp.errors import ConfigError
+from colibri_mp.user_cache import user_cache_dir
 
 ISAS = ("avx512_vnni", "avx2", "neon_dot", "generic")
 """Best first. The first three have exact integer dot products and give the same bits; generic computes in plain float32."""
@@ -104,14 +105,6 @@ def _cache_key() -> str:
     return digest.hexdigest()[:16]
 
 
-def _user_cache_root() -> Path:
-    if override := os.environ.get("COLIBRI_CACHE_DIR"):
-        return Path(override)
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "colibri-mp"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "colibri-mp"
-
-
 def _make_writable(folder: Path) -> bool:
     """Create the folder (0700); False unless it is ours and files can be made in it. The cache holds pickles: nobody else's will do."""
     try:
@@ -154,7 +147,7 @@ def prepare_cache() -> CacheFolder:
     An unwritable cache root gives a temporary folder of the user, so that later starts still find it; failing that, a new one.
     """
     name = f"{current().value}-{_cache_key()}"
-    folder = CacheFolder(_user_cache_root() / "kernels" / name, USER_CACHE)
+    folder = CacheFolder(user_cache_dir() / "kernels" / name, USER_CACHE)
     if not _make_writable(folder.path):
         temporary = Path(tempfile.gettempdir()) / f"colibri-mp-{os.getuid()}"
         reason = f"{folder.path} cannot be written"

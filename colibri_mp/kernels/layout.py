@@ -22,6 +22,8 @@ import numpy.typing as npt
 
 from colibri_mp.formats import ELEMENT_BYTES, Encoding, Format
 
+LAYOUT_VERSION = "R16S-1"
+"""Names these bytes; containers store it. To change a byte of the packed form is to change this."""
 BLOCK_ROWS = 16
 DENSE_STEP = 8
 """Columns of a dense matrix are padded to a multiple of this, and computed so many at a time."""

@@ -18,17 +18,16 @@ from colibri_mp.kernels.team import ThreadTeam, aligned_bytes, barrier, done, ta
 F32Array = NDArray[np.float32]
 
 _LINEAR_FIELDS = ("x", "num_rows", "width", "norm_weight", "h", "prepared", "xs", "y", "y_stride", "ys")
-_STAGE_FIELDS = ("first_phase",)
 _ROUTER_FIELDS = ("num_experts", "top_k", "renormalise", "probabilities", "ids", "expert_weights")
 FRAME = np.dtype(
     [
         ("weight", MATRIX),
-        *[(name, np.int64) for name in (*_LINEAR_FIELDS, *_STAGE_FIELDS, *_ROUTER_FIELDS)],
+        *[(name, np.int64) for name in (*_LINEAR_FIELDS, *_ROUTER_FIELDS)],
         ("eps", np.float64),
         ("top_p", np.float64),
     ]
 )
-"""Addresses, strides in bytes and counts; at the end what is neither. `first_phase`: of the job, other phases may come before."""
+"""Addresses, strides in bytes and counts; at the end what is neither."""
 
 _ROWS_A_CHUNK = 4
 _SMALL_WORK_BYTES = 256 * 1024
@@ -41,9 +40,9 @@ def num_row_chunks(job: Any) -> int:
 
 
 @compiled
-def norm_phase(job: Any, control: int, tag: int) -> bool:
-    """The first phase. False: the job is over, leave."""
-    phase, num_chunks = job.first_phase, num_row_chunks(job)
+def norm_phase(job: Any, control: int, tag: int, phase: int) -> bool:
+    """The first phase, under this number. False: the job is over, leave."""
+    num_chunks = num_row_chunks(job)
     chunk = take(control, tag, phase, num_chunks)
     while chunk >= 0:
         first, last = chunk * _ROWS_A_CHUNK, min(job.num_rows, (chunk + 1) * _ROWS_A_CHUNK)
@@ -57,9 +56,9 @@ def norm_phase(job: Any, control: int, tag: int) -> bool:
 
 
 @compiled
-def multiply_phase(job: Any, control: int, tag: int) -> bool:
+def multiply_phase(job: Any, control: int, tag: int, phase: int) -> bool:
     """The second phase. False: the job is over, leave."""
-    phase, size = job.first_phase + 1, blocks_per_chunk(job.weight)
+    size = blocks_per_chunk(job.weight)
     num_chunks = (job.weight.num_blocks + size - 1) // size
     chunk = take(control, tag, phase, num_chunks)
     while chunk >= 0:

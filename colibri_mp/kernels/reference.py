@@ -120,3 +120,64 @@ def experts(
             if ids[token, k] >= 0:
                 out[token] += weights[token, k] * expert(x[token : token + 1], *matrices[ids[token, k]])[0]
     return out
+
+
+def quantise(values: Floats, bits: int, group_size: int, steps: Floats) -> tuple[Bytes, Floats, Floats]:
+    """Affine quantisation with a searched range, see `quantising`: codes uint8 [rows, cols], scales and biases float32 [groups].
+
+    steps [rounds, steps of an end]. Sums run over a group's values in order, in float32, as in the kernel.
+    """
+    groups = values.reshape(-1, group_size)
+    top = np.float32(2**bits - 1)
+
+    def candidate(low: Floats, high: Floats) -> list[Floats]:
+        scale, bias = _round_to_bf16((high - low) / top), _round_to_bf16(low)
+        difference = _codes(groups, scale, bias, top) * scale[:, None] + bias[:, None] - groups
+        return [scale, bias, low, high, _ordered_sum(difference * difference)]
+
+    best = candidate(groups.min(axis=1), groups.max(axis=1))
+
+    def try_range(low: Floats, high: Floats) -> None:
+        tried = candidate(low, high)
+        better = tried[4] < best[4]
+        best[:] = [np.where(better, new, old) for new, old in zip(tried, best, strict=True)]
+
+    width = best[3] - best[2]
+    for shares in steps:
+        low, high = best[2], best[3]
+        for share in shares:
+            try_range(low + share * width, high)
+        low = best[2]
+        for share in shares:
+            try_range(low, high - share * width)
+        try_range(*_least_squares(groups, best[0], best[1], top))
+    scale, bias = best[:2]
+    return _codes(groups, scale, bias, top).astype(np.uint8).reshape(values.shape), scale, bias
+
+
+def _codes(groups: Floats, scale: Floats, bias: Floats, top: np.float32) -> Floats:
+    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > np.float32(1e-36))
+    codes: Floats = np.rint(np.clip((groups - bias[:, None]) * inverse[:, None], 0, top))
+    return codes
+
+
+def _least_squares(groups: Floats, scale: Floats, bias: Floats, top: np.float32) -> tuple[Floats, Floats]:
+    codes = _codes(groups, scale, bias, top)
+    count = np.full_like(scale, groups.shape[1])
+    sum_c, sum_cc, sum_v, sum_cv = map(_ordered_sum, (codes, codes * codes, groups, codes * groups))
+    spread = count * sum_cc - sum_c * sum_c
+    slope: Floats = np.divide(count * sum_cv - sum_c * sum_v, spread, out=scale.copy(), where=spread > 0)
+    low: Floats = np.divide(sum_v - slope * sum_c, count, dtype=np.float32)
+    high: Floats = low + slope * top
+    return low, high
+
+
+def _ordered_sum(groups: Floats) -> Floats:
+    """Of each row, one value after the other."""
+    total: Floats = np.add.accumulate(groups, axis=1)[:, -1]
+    return total
+
+
+def _round_to_bf16(values: Floats) -> Floats:
+    bits = values.view(np.uint32)
+    return (bits + (0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)

@@ -16,7 +16,7 @@ from colibri_mp.kernels.jit import Native, carray, compiled
 from colibri_mp.kernels.layout import PackedMatrix, num_blocks
 from colibri_mp.kernels.linear import DEFAULT_PLANES
 from colibri_mp.kernels.normed_linear import FRAME, NormedLinear, multiply_phase, norm_phase, num_row_chunks
-from colibri_mp.kernels.team import ThreadTeam, aligned_bytes, barrier, done, take
+from colibri_mp.kernels.team import PHASE_0, ThreadTeam, aligned_bytes, barrier, done, take
 from colibri_mp.kernels.vectors import (
     exp16,
     largest16,
@@ -41,22 +41,22 @@ _DROPPED = np.int32(-1)
 
 
 @compiled
-def router_phases(job: Any, control: int, tag: int) -> None:
-    """The three phases, from `job.first_phase` on."""
-    if norm_phase(job, control, tag) and multiply_phase(job, control, tag):
-        _choose_phase(job, control, tag)
+def router_phases(job: Any, control: int, tag: int, first_phase: int) -> None:
+    """The three phases, numbered from `first_phase` on."""
+    if norm_phase(job, control, tag, first_phase) and multiply_phase(job, control, tag, first_phase + 1):
+        _choose_phase(job, control, tag, first_phase + 2)
 
 
 def _router_stage(frame: int, control: int, tag: int) -> None:
-    router_phases(record_at(frame, FRAME), control, tag)
+    router_phases(record_at(frame, FRAME), control, tag, PHASE_0)
 
 
 STAGE = Native(_router_stage)
 
 
 @compiled
-def _choose_phase(job: Any, control: int, tag: int) -> None:
-    phase, num_chunks = job.first_phase + 2, num_row_chunks(job)
+def _choose_phase(job: Any, control: int, tag: int, phase: int) -> None:
+    num_chunks = num_row_chunks(job)
     chunk = take(control, tag, phase, num_chunks)
     while chunk >= 0:
         for row in range(chunk * _ROWS_A_CHUNK, min(job.num_rows, (chunk + 1) * _ROWS_A_CHUNK)):
@@ -173,11 +173,9 @@ class RouterStage:
         self._linear.run(self._team, STAGE, x, norm, gate)
         return self.results(x.shape[0])
 
-    def frame(self, x: F32Array, norm: F32Array, gate: PackedMatrix, first_phase: int) -> NDArray[np.void]:
-        """The frame of a call whose phases begin at `first_phase` of a larger stage, which leaves `results`."""
-        frame = self._linear.frame(x, norm, gate)
-        frame["first_phase"] = first_phase
-        return frame
+    def frame(self, x: F32Array, norm: F32Array, gate: PackedMatrix) -> NDArray[np.void]:
+        """The frame of a call, as part of a larger stage, which leaves `results`."""
+        return self._linear.frame(x, norm, gate)
 
     def results(self, num_tokens: int) -> tuple[F32Array, I32Array, F32Array]:
         """What a call returns, for the last one."""

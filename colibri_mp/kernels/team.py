@@ -27,7 +27,8 @@ Such a helper may run a stage whose job is over. Three rules make that harmless:
 
 - tickets carry the job's tag, so that `take` gives it -1 (a compare-and-swap, the tag is part of the word);
 - before the frame is overwritten all tickets are closed, so that a frame that was read half old, half new meets no open ticket;
-- **a stage must not follow an address of its frame, nor write anything, but for a chunk that `take` gave it** (or a slot of `thread_slot`).
+- **a stage must not follow an address of its frame, nor write anything, but for a chunk that `take` gave it** (or a slot of `thread_slot`);
+  nor may the number of a phase come from the frame: it is part of the address that `take` looks at.
 
 A stage goes through its phases in order, 0 first, each with `take` and then `barrier` (after the last phase too: `run` returns
 when the caller's own call of the stage returns), and every thread with the same numbers of chunks. A phase may have 0 chunks.

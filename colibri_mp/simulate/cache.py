@@ -29,9 +29,11 @@ class LayerCache:
         self._policy = policy
         self._pinned: set[int] = set()
         self._loading: set[int] = set()  # of the pinned ones: not there yet
+        self._filling: set[int] = set()  # not there yet, will be evictable
 
     def visit(self, union: Sequence[int]) -> tuple[int, int]:
         """Use the experts of `union`; returns misses and evictions."""
+        self._filling.difference_update(union)  # a miss as any other, in the slot that it has
         num_awaited = len(self._loading)
         if num_awaited:
             self._loading.difference_update(union)
@@ -47,6 +49,10 @@ class LayerCache:
             self._pinned.add(expert)
             self._loading.add(expert)
 
+    def fill(self, expert: int) -> None:
+        """A read into a free slot begins that ends with `unpin`, or is taken over by a visit that needs the expert before."""
+        self._filling.add(expert)
+
     def pin(self, expert: int) -> None:
         """The expert is resident and stays."""
         self.load(expert)
@@ -57,7 +63,7 @@ class LayerCache:
 
     def unpin(self, expert: int) -> None:
         """The expert may be evicted, as the one used last."""
-        if expert in self._pinned:
+        if expert in self._pinned or expert in self._filling:
             self.drop(expert)
             self._policy.add(expert)
 
@@ -65,6 +71,7 @@ class LayerCache:
         """The pin is given up and its slot with it, or the read that was to end in a pin has failed."""
         self._pinned.discard(expert)
         self._loading.discard(expert)
+        self._filling.discard(expert)
 
     def resize(self, num_slots: int) -> None:
         """Change the number of slots; what does not fit any more is evicted."""
@@ -73,11 +80,13 @@ class LayerCache:
 
     def _capacity(self, union: Sequence[int]) -> int:
         """Slots that `union` may use."""
-        return self.num_slots - len(self._pinned.difference(union)) if self._pinned else self.num_slots
+        if not (self._pinned or self._filling):
+            return self.num_slots
+        return self.num_slots - len(self._filling) - len(self._pinned.difference(union))
 
     def _make_room(self, num_slots: int) -> int:
         """Evict until `num_slots` are free; returns how many went."""
-        num_evicted = len(self._policy) + len(self._pinned) + num_slots - self.num_slots
+        num_evicted = len(self._policy) + len(self._pinned) + len(self._filling) + num_slots - self.num_slots
         if num_evicted > len(self._policy):
             raise TraceError(f"{self.num_slots} slots cannot hold {len(self._pinned)} pins and {num_slots} more")
         for _ in range(num_evicted):
@@ -99,7 +108,7 @@ class LayerCache:
         """Pinned experts are there in each round; of the others the resident ones come first."""
         loose = [e for e in union if e not in self._pinned]
         order = [e for e in loose if e in self._policy] + [e for e in loose if e not in self._policy]
-        capacity = self.num_slots - len(self._pinned)
+        capacity = self.num_slots - len(self._pinned) - len(self._filling)
         rounds = (sorted(order[start : start + capacity]) for start in range(0, len(order), capacity))
         misses, evictions = zip(*(self._hold(part) for part in rounds), strict=True)
         return sum(misses), sum(evictions)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from colibri_mp.errors import TraceError
 from colibri_mp.simulate.cache import LayerCache
-from colibri_mp.trace import DROP, LAYER, LOAD, PIN, RESIZE, STEP, UNPIN, Trace, TracedLayer
+from colibri_mp.trace import DROP, FILL, LAYER, LOAD, PIN, RESIZE, STEP, UNPIN, Trace, TracedLayer
 
 Counts = NDArray[np.int64]
 
@@ -64,7 +64,7 @@ class LayerWorkload:
             TraceError: an event that cannot happen.
         """
         apply: dict[int, Callable[[int], None]] = {
-            LOAD: cache.load, PIN: cache.pin, UNPIN: cache.unpin, DROP: cache.drop, RESIZE: cache.resize
+            LOAD: cache.load, FILL: cache.fill, PIN: cache.pin, UNPIN: cache.unpin, DROP: cache.drop, RESIZE: cache.resize
         }  # fmt: skip
         unions = iter(self.unions)
         counts = []

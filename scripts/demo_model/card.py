@@ -65,8 +65,9 @@ in 1817, Melville in 1891):
 {commands}
 ```
 
-The schedule goes by steps (warm-up, constant, then 1 - sqrt over the last {decay_steps}), and each batch depends on the seed
-and the step alone. Batches draw the kind by the square root of its size; half the windows begin at a sample.
+The schedule goes by steps (warm-up, constant, then 1 - sqrt over the last {decay_steps}; a run that goes on from a finished one
+starts at the full rate again), and each batch depends on the seed and the step alone. Batches draw the kind by the square root
+of its size; half the windows begin at a sample.
 The shipped run was stopped and resumed on the way, which changes nothing: threads split the work in a fixed manner and a
 resumed run takes the same steps.
 
@@ -146,8 +147,12 @@ def training_line(figures: Json) -> str:
 
 def commands(figures: Json) -> str:
     recipe = figures["recipe"]
-    train = f"train --steps {recipe['steps']} --decay-steps {recipe['decay_steps']}"
-    verbs = ("fetch", "prepare", train, "evaluate", "export", "card")
+    cycles = [*figures["cycles"], (recipe["steps"], recipe["decay_steps"])]
+    trains = [
+        f"train{' --resume' if number else ''} --steps {steps} --decay-steps {decay_steps}"
+        for number, (steps, decay_steps) in enumerate(cycles)
+    ]
+    verbs = ("fetch", "prepare", *trains, "evaluate", "export", "card")
     return "\n".join(f"python scripts/train_demo_model.py {verb}" for verb in verbs)
 
 

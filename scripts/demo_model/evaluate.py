@@ -99,6 +99,7 @@ def evaluate(run: Path, data: Path) -> None:
         figures = {
             "step": state["step"],
             "recipe": state["recipe"],
+            "cycles": state["cycles"],
             "shape": state["shape"],
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
             "parameters": count_parameters(after),

@@ -53,6 +53,7 @@ class Run:
         torch.manual_seed(recipe.seed)
         torch.set_num_threads(1)
         self.recipe, self.out, self.step = recipe, out, 0
+        self.cycles: list[tuple[int, int]] = []  # steps and decay steps of runs that were finished before this one
         self.model = Model(shape)
         self.replicas = [self.model, *(replica_of(self.model) for _ in range(recipe.threads - 1))]
         self.batches = Batches(data, recipe.seed)
@@ -65,13 +66,16 @@ class Run:
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        self.step = state["step"]
+        self.step, saved = state["step"], state["recipe"]
+        self.cycles = [*state["cycles"]]
+        if self.step == saved["steps"] < self.recipe.steps:  # to its end, and now on: the rate rises again at once
+            self.cycles.append((saved["steps"], saved["decay_steps"]))
 
     def save(self) -> None:
         """Write the checkpoint beside the old one, then take its place."""
         states = [optimizer.state_dict() for optimizer in self.optimizers]
         state = {"model": self.model.state_dict(), "optimizers": states, "step": self.step}
-        state |= {"shape": asdict(self.model.shape), "recipe": asdict(self.recipe)}
+        state |= {"shape": asdict(self.model.shape), "recipe": asdict(self.recipe), "cycles": self.cycles}
         torch.save(state, self.out / "checkpoint.tmp")
         (self.out / "checkpoint.tmp").replace(self.out / "checkpoint.pt")
 

@@ -15,7 +15,7 @@ from colibri_mp.errors import ConfigError, MemoryPlanError
 from colibri_mp.planner import plan_for
 from colibri_mp.simulate.grid import simulate
 from colibri_mp.simulate.sizes import sizes_by_slots
-from colibri_mp.trace import LAYER, STEP, read_trace
+from colibri_mp.trace import FILL, LAYER, PIN, STEP, read_trace
 
 TINY = Path(__file__).parents[1] / "golden" / "tiny"
 PROMPT = "Once upon a time there was a king who lived in a castle by the sea, and every morning"
@@ -47,7 +47,8 @@ def test_simulation_is_the_run(tmp_path: Path, settings: dict[str, Any]) -> None
     """Hits, misses and evictions of every layer and step are equal, and add up to the cluster's own counters."""
     if "ram" in settings:
         settings = {**settings, "ram": small_ram(num_workers=1, prefill_chunk=16)}
-    with Cluster.launch("demo", ctx=256, num_threads=2, trace=str(tmp_path / "t"), **settings) as cluster:
+    plain = {"usage": "off", "lookahead": "off", "ctx": 256, "num_threads": 2, "trace": str(tmp_path / "t")}
+    with Cluster.launch("demo", **{**plain, **settings}) as cluster:
         generate(cluster, 60)
         stats = cluster.stats()
         assert any(str(tmp_path / "t") in note for note in cluster.notes)
@@ -64,6 +65,33 @@ def test_simulation_is_the_run(tmp_path: Path, settings: dict[str, Any]) -> None
     assert made.cells[0].misses == made.cells[1].misses == len(set(asked_pairs(trace.of_kind(LAYER))))
     check_steps(trace.of_kind(STEP), stats)
     check_phases(stats, is_exact="expert_top_p" not in settings)
+
+
+def test_simulation_follows_pins_fills_and_reads_ahead(tmp_path: Path) -> None:
+    """With everything that reads beside the steps: promoted experts are misses of the simulation, pins and fills are events."""
+    settings = {
+        "usage": str(tmp_path / "usage"),
+        "pins": 0.5,
+        "lookahead": "on",
+        "slots": 12,
+        "num_workers": 2,
+        "repin": 8,
+    }
+    for launch in range(2):
+        with Cluster.launch("demo", ctx=256, num_threads=2, trace=str(tmp_path / "t"), **settings) as cluster:
+            for _ in range(3):
+                generate(cluster, 20)
+            stats = cluster.stats()
+        trace = read_trace(tmp_path / "t")
+        run = simulate(trace, sizes_by_slots(trace.header, [12]), ["lru"], None, lambda _: None).as_run
+        cache, tiers = stats["cache"], stats["tiers"]
+        assert run.is_exact, f"launch {launch}"
+        assert (run.simulated_hits, run.simulated_misses) == (cache["hits"], cache["misses"] + cache["promoted"])
+        assert cache["promoted"] > 0
+        assert tiers["reads_ahead"]["issued"] >= cache["promoted"]
+    assert tiers["pins"] == 6 * 4, "half of the slots above one token's four"
+    assert len(trace.of_kind(FILL)) > 0
+    assert len(trace.of_kind(PIN)) >= 24
 
 
 def check_steps(steps: Any, stats: dict[str, Any]) -> None:
@@ -100,7 +128,23 @@ def asked_pairs(visits: Any) -> list[tuple[int, int]]:
 def test_trace_from_the_command_line(tmp_path: Path) -> None:
     """`run --trace` and `simulate --json`, as a user has them."""
     command = [sys.executable, "-m", "colibri_mp"]
-    options = ["--max-tokens", "8", "--temp", "0", "--ctx", "256", "--workers", "1", "--slots", "6", "--json"]
+    options = [
+        "--max-tokens",
+        "8",
+        "--temp",
+        "0",
+        "--ctx",
+        "256",
+        "--workers",
+        "1",
+        "--slots",
+        "6",
+        "--usage",
+        "off",
+        "--lookahead",
+        "off",
+        "--json",
+    ]
     done = subprocess.run(
         [*command, "run", "Once", *options, "--trace", "t"], cwd=tmp_path, capture_output=True, text=True, timeout=100
     )

@@ -14,10 +14,21 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 FIXTURES = ["tiny/qwen3_moe_mixed", "tiny/olmoe", "tiny/mixtral_swa_tied", "tiny_mlx/qwen3_moe_q4"]
 NUM_EXPERTS, TOP_K = 8, 2  # of all fixtures
 REFERENCE = {"num_workers": 1, "num_threads": 1, "ctx": 128}
-VARIANTS: list[dict[str, Any]] = [
+VARIANTS: list[dict[str, Any]] = [  # the usage that one has learned is read at the start of the next
     {"num_workers": 2, "num_threads": 2, "ctx": 128, "slots": TOP_K},
     {"num_workers": 4, "num_threads": 1, "ctx": 240, "slots": NUM_EXPERTS // 2, "io": "direct"},
     {"num_workers": 1, "num_threads": 2, "ctx": 128, "slots": NUM_EXPERTS, "prefill_chunk": 5, "io_threads": 1},
+    {
+        "num_workers": 2,
+        "num_threads": 2,
+        "ctx": 128,
+        "slots": 4,
+        "lookahead": "on",
+        "lookahead_width": 3,
+        "lookahead_distance": 2,
+        "pins": 0.5,
+        "repin": 2,
+    },
 ]
 CHUNKS = [1, 3, 7, None]
 

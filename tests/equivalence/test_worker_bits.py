@@ -1,18 +1,26 @@
 """A worker's result has the same bits whatever the pool, the disk and the threads do, and it is the right result."""
 
+import errno
 import itertools
+import os
+import shutil
 import threading
 from collections import OrderedDict
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from expert_checkpoint import checksums_of
 from worker_fixture import LAYERS, MAX_TOKENS, NUM_EXPERTS, TOP_K, Floats, Model, random_batch, run_step, running
 
+from colibri_mp.config import IoMode
 from colibri_mp.errors import PoolError, ProtocolError
 from colibri_mp.shm.layout import pool_bytes
 from colibri_mp.shm.segment import Segment
-from colibri_mp.workers import core
+from colibri_mp.workers import core, expert_files
+from colibri_mp.workers.copies import Copy
 
 BATCHES = [random_batch(seed, num_tokens) for seed, num_tokens in enumerate((1, 1, 7, 32, 1, 2, 1))]
 
@@ -44,10 +52,34 @@ def test_pool_size_and_threads_change_no_bit(
     assert run_all(model, num_slots, num_threads=num_threads) == expected
 
 
-@pytest.mark.parametrize(("io_mode", "io_threads"), [("buffered", 1), ("direct", 1), ("direct", 8)])
-def test_reading_changes_no_bit(model: Model, expected: list[bytes], io_mode: str, io_threads: int) -> None:
-    """One or eight reads in flight, buffered or direct."""
-    assert run_all(model, 4, io_mode=io_mode, io_threads=io_threads) == expected
+@pytest.mark.parametrize(("mode", "io_threads"), [("buffered", 1), ("direct", 1), ("direct", 8), ("drop", 3)])
+def test_reading_changes_no_bit(model: Model, expected: list[bytes], mode: IoMode, io_threads: int) -> None:
+    """One or eight reads in flight; through the page cache or past it."""
+    assert run_all(model, 4, copies=(Copy(model.files, mode),), io_threads=io_threads) == expected
+
+
+@pytest.mark.parametrize("verify", ["first", "off", "always"])
+def test_checksums_change_no_bit(model: Model, expected: list[bytes], verify: str) -> None:
+    """Checked or not, compared at each use or not."""
+    layers = tuple(replace(layer, checksums=checksums_of(model.experts[layer.layer])) for layer in model.expert_layers)
+    assert run_all(model, 4, expert_layers=layers, verify=verify) == expected
+
+
+def test_second_copy_changes_no_bit(
+    model: Model, expected: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads split between two copies, one of which fails now and then."""
+    files = tuple(Path(shutil.copy(file, tmp_path)) for file in model.files)
+    bad, preadv = {file.stat().st_ino for file in files[:1]}, os.preadv
+
+    def flaky(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if os.fstat(fd).st_ino in bad and offset > 60_000:
+            raise OSError(errno.ENXIO, "No such device")
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(expert_files.os, "preadv", flaky)
+    copies = (Copy(model.files, "direct", weight=2.0), Copy(files, "buffered"))
+    assert run_all(model, 4, copies=copies) == expected
 
 
 def test_order_of_arrival_changes_no_bit(model: Model, expected: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 from worker_fixture import NUM_EXPERTS, Model, experts_of, random_batch, run_step, running
 
 from colibri_mp.errors import PoolError, ReadError
-from colibri_mp.shm.layout import pool_bytes
+from colibri_mp.shm.layout import pool_bytes, read_layout
 from colibri_mp.shm.segment import Segment
 from colibri_mp.shm.view import PoolView
 from colibri_mp.workers import core, expert_files
@@ -56,15 +56,46 @@ def test_disk_error_ends_the_step_only(model: Model, monkeypatch: pytest.MonkeyP
 
 
 def test_file_truncated_under_way(model: Model) -> None:
-    """A file cut while running: its layer gives named errors, residents and the other layer go on."""
+    """A file cut while running: named errors for what is gone; residents, what lies before the cut, and other files go on."""
     with running(model.config(NUM_EXPERTS)) as worker:
         run_step(worker, 4, experts_of([0, 1, 2]))
-        os.truncate(model.files[1], 50_000)
-        with pytest.raises(ReadError, match=r"layer 4, expert 11: .*truncated"):
+        os.truncate(model.files[1], model.experts[4].places[8, 0][1])
+        with pytest.raises(ReadError, match=rf"layer 4, expert 11: .* offset \d+ of {model.files[1]} .*truncated"):
             run_step(worker, 4, experts_of([1, 2, 11]))
         worker.check_integrity()
         assert run_step(worker, 4, experts_of([0, 1, 2]))[1].hits == 3
+        batch = experts_of([5, 6, 7])
+        result, counters = run_step(worker, 4, batch)
+        assert counters.misses == 3
+        np.testing.assert_allclose(result, model.reference(4, *batch), rtol=0, atol=1e-4)
         assert run_step(worker, 1, experts_of([0, 1, 2]))[1].misses == 3
+
+
+def test_file_rewritten_under_way(model: Model) -> None:
+    """A file written to while running is refused where no checksum can vouch for it; residents and other files go on."""
+    with running(model.config(NUM_EXPERTS)) as worker:
+        run_step(worker, 4, experts_of([0, 1, 2]))
+        os.utime(model.files[1], ns=(1, 1))
+        with pytest.raises(ReadError, match=rf"layer 4, expert 3: .* of {model.files[1]} .*written to since"):
+            run_step(worker, 4, experts_of([1, 2, 3]))
+        assert run_step(worker, 4, experts_of([0, 1, 2]))[1].hits == 3
+        assert run_step(worker, 1, experts_of([0, 1, 2]))[1].misses == 3
+
+
+def test_memory_that_changes_is_found(model: Model) -> None:
+    """With `verify` "always" a resident expert is compared with the disk before it is used."""
+    config, batch = model.config(NUM_EXPERTS, verify="always"), experts_of([0, 1, 2])
+    with running(config) as worker:
+        run_step(worker, 1, batch)
+        assert run_step(worker, 1, batch)[1].hits == 3
+        segment = Segment.attach(config.segment_name)
+        place = read_layout(segment.buffer)[0].slabs_offset + 100
+        segment.buffer[place] ^= 1
+        with pytest.raises(ReadError, match=r"layer 1, expert \d: byte 100 of its slab in memory"):
+            run_step(worker, 1, batch)
+        segment.buffer[place] ^= 1
+        segment.close()
+        assert run_step(worker, 1, batch)[1].hits == 3
 
 
 def test_disk_that_does_not_answer(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

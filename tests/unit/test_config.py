@@ -42,7 +42,7 @@ def test_sizes_for_people(nbytes: float, text: str) -> None:
     ("settings", "what"),
     [
         ({"num_workers": -1}, "--workers must be at least 0"),
-        ({"io": "mmap"}, "--io must be one of buffered, direct"),
+        ({"io": "mmap"}, "--io must be one of auto, buffered, direct"),
         ({"io_threads": 65}, "--io-threads must be at most 64"),
         ({"prefill_chunk": -1}, "--prefill-chunk"),
         ({"planes": 4}, "--planes"),

@@ -1,5 +1,7 @@
 """Packing of every stored form: exact, of any shape and alignment, and looked up row by row."""
 
+import hashlib
+
 import numpy as np
 import pytest
 from kernel_cases import BF16, F16, F32, NVFP4, affine, packed, random_matrix, random_parts
@@ -50,6 +52,15 @@ def test_padding_is_zero() -> None:
     values = matrix.data.view(np.float32).reshape(8, 16)
     assert np.count_nonzero(values[:5, :3]) == 15
     assert np.count_nonzero(values) == 15
+
+
+def test_bytes_are_pinned() -> None:
+    """Containers on users' disks hold these bytes: to change one is to change `LAYOUT_VERSION`, and then this."""
+    digest = hashlib.sha256()
+    for encoding, rows, cols in [*((encoding, 40, 128) for encoding in ENCODINGS), (BF16, 17, 65)]:
+        parts = [(40 + 37 * np.arange(size) % 50).astype(np.uint8) for size in encoding.part_bytes(rows, cols)]
+        digest.update(packed(encoding, rows, cols, parts).data)
+    assert (layout.LAYOUT_VERSION, digest.hexdigest()[:16]) == ("R16S-1", "fe404d13130f64d4")
 
 
 def test_sizes_of_a_known_matrix() -> None:

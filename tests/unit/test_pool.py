@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from colibri_mp.errors import MemoryPlanError, PoolError
 from colibri_mp.shm.layout import SLOT, LayerSlots, SlotFlag, SlotState, plan_layout, pool_bytes
-from colibri_mp.shm.policy import LayerDemand, plan_slots
+from colibri_mp.shm.policy import LayerDemand, StagingDemand, plan_size, plan_slots
 from colibri_mp.shm.pool import ExpertPool, Held
 from colibri_mp.shm.segment import Segment, segment_name
 from colibri_mp.shm.view import PoolView
@@ -323,3 +325,43 @@ def test_plan_refuses_below_the_floor() -> None:
     assert plan_slots(layers, 2400).num_slots == (8, 8, 8)
     with pytest.raises(MemoryPlanError, match=r"at least 2400 bytes.*2399 are left.*by 1 bytes"):
         plan_slots(layers, 2399)
+
+
+def test_size_plan_serves_floors_staging_then_equal_shares() -> None:
+    """A smaller budget takes from the layers evenly, then from staging, and never from the floors."""
+    layers = [LayerDemand(8, 100, 2), LayerDemand(16, 100, 2), LayerDemand(4, 200, 2)]
+    staging = [StagingDemand(4, 100), StagingDemand(4, 200)]
+    assert plan_size(layers, staging, 4400) == ((8, 16, 4), (4, 4))
+    assert plan_size(layers, staging, 4399) == ((8, 15, 4), (4, 4))
+    assert plan_size(layers, staging, 2800) == ((4, 8, 2), (4, 4))
+    assert plan_size(layers, staging, 1500) == ((2, 3, 2), (4, 1))
+    assert plan_size(layers, staging, 0) == ((2, 2, 2), (0, 0))
+
+
+sizes = st.integers(1, 3).map(lambda num_pages: num_pages * 4096)
+layer_demands = st.builds(
+    lambda floor, more, slab_bytes: LayerDemand(floor + more, slab_bytes, floor),
+    st.integers(1, 4),
+    st.integers(0, 12),
+    sizes,
+)
+
+
+@given(
+    st.lists(layer_demands, min_size=1, max_size=5),
+    st.lists(st.builds(StagingDemand, st.integers(0, 3), sizes), max_size=3),
+    st.integers(0, 10**6),
+)
+def test_size_plan_is_fair_and_full(layers: list[LayerDemand], staging: list[StagingDemand], budget: int) -> None:
+    """Limits lie between floor and all, spend the budget up to less than a slab, and take more from nobody than from others."""
+    limits, staging_limits = plan_size(layers, staging, budget)
+    pairs = list(zip(limits, layers, strict=True))
+    used = sum(n * layer.slab_bytes for n, layer in pairs)
+    used += sum(n * demand.slab_bytes for n, demand in zip(staging_limits, staging, strict=True))
+    assert used <= max(budget, sum(layer.floor * layer.slab_bytes for layer in layers))
+    assert all(layer.floor <= n <= layer.num_experts for n, layer in pairs)
+    wanting = [(n, layer) for n, layer in pairs if n < layer.num_experts]
+    assert all(used + layer.slab_bytes > budget for _, layer in wanting)
+    if len({layer.slab_bytes for layer in layers}) == 1:
+        before_last = [(n - 1) / layer.num_experts for n, layer in pairs if n > layer.floor]
+        assert all(n / layer.num_experts >= share for n, layer in wanting for share in before_last)

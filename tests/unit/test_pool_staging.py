@@ -1,19 +1,22 @@
 """The pool beside its steps: staging, pins, and its size."""
 
 import secrets
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
 from colibri_mp.errors import PoolError
-from colibri_mp.shm.layout import LayerSlots, pool_bytes
+from colibri_mp.shm.layer_pool import LayerPool, StagingCounters
+from colibri_mp.shm.layout import LayerSlots, SlotFlag, SlotState, pool_bytes, slot_table_in
 from colibri_mp.shm.pool import ExpertPool, Held
 from colibri_mp.shm.segment import SHM_DIR, Segment, segment_name
-from colibri_mp.shm.slots import StagingCounters
+from colibri_mp.shm.slots import Slots
 from colibri_mp.shm.view import PoolView
 
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="pages are counted and given back on Linux only")
 SLAB = 4096
 LAYERS = (LayerSlots(2, 8, 3, SLAB), LayerSlots(5, 8, 5, SLAB), LayerSlots(6, 6, 6, 2 * SLAB))
 FLOOR, STAGING = 2, 2
@@ -167,6 +170,15 @@ def test_failed_read_ahead_leaves_nothing(opened: Opened) -> None:
     assert opened.use(2, [5]).misses == [5]
 
 
+def test_step_without_experts_takes_nothing(opened: Opened) -> None:
+    """An empty union has no rounds, and can be acquired while something is being read."""
+    opened.stage(2, 7, land=False)
+    opened.pool.release(opened.pool.acquire(2, [1]))
+    assert opened.pool.rounds(2, []) == []
+    opened.pool.release(opened.pool.acquire(2, []))
+    opened.pool.check_integrity()
+
+
 # -- pins
 
 
@@ -272,6 +284,7 @@ def fill(opened: Opened) -> None:
         assert opened.stage(layer, expert)
 
 
+@linux_only
 def test_pages_come_back_at_once(opened: Opened) -> None:
     """After `resize` the segment takes no more than was asked for, as the file system sees it; later use keeps to that."""
     fill(opened)
@@ -300,6 +313,7 @@ def test_shrinking_keeps_shares_and_the_recent(opened: Opened) -> None:
     assert not opened.stage(2, 6)
 
 
+@linux_only
 def test_growing_gives_slots_back(opened: Opened) -> None:
     """After growing, every layer can be filled again; pages come with use, and a full memory is a PoolError."""
     fill(opened)
@@ -346,6 +360,7 @@ def test_pins_are_given_up_last_and_coldest_first(opened: Opened) -> None:
     assert [opened.resident(layer) for layer in (2, 5, 6)] == [[1, 2], [0, 3, 4], [1, 4, 5]]
 
 
+@linux_only
 def test_slots_in_use_leave_when_they_are_released(opened: Opened) -> None:
     """What a step holds, and what is being read, stays through `resize` and goes at its end, pages too."""
     held = opened.pool.acquire(5, [0, 1, 2, 3])
@@ -365,6 +380,7 @@ def test_slots_in_use_leave_when_they_are_released(opened: Opened) -> None:
     assert committed_bytes(opened) == 4096 + 4 * SLAB
 
 
+@linux_only
 def test_system_that_keeps_pages(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where pages cannot be given back the pool says that it still has them, and goes on."""
     fill(opened)
@@ -379,6 +395,7 @@ def test_system_that_keeps_pages(opened: Opened, monkeypatch: pytest.MonkeyPatch
 # -- death of the writer
 
 
+@linux_only
 def test_recovery_keeps_pins_and_size_and_drops_staging(opened: Opened) -> None:
     """A new writer finds pins pinned and the pool as large as it was; nothing is staged or being read."""
     fill(opened)
@@ -394,3 +411,75 @@ def test_recovery_keeps_pins_and_size_and_drops_staging(opened: Opened) -> None:
     assert [len(opened.use(layer, [0, 1]).misses) for layer in (2, 5)] == [1, 2]
     assert [len(opened.resident(layer)) for layer in (2, 5)] == [2, 3]
     assert committed_bytes(opened) <= 4096 + 17 * SLAB
+
+
+@linux_only
+def test_recovery_gives_back_what_was_being_read(opened: Opened) -> None:
+    """Slots that a dead writer was reading into, more than a smaller pool may have, keep no pages."""
+    opened.use(2, [0, 1])
+    opened.stage(5, 1, land=False)
+    opened.pool.release(opened.pool.acquire(5, [2, 3, 4, 5]))
+    opened.pool.resize(0)
+    opened.reopen()
+    assert committed_bytes(opened) == 4096 + 2 * SLAB
+
+
+def test_recovery_in_the_middle_of_any_transition(opened: Opened) -> None:
+    """A writer that died between two writes to the table leaves a pool that the next one can use."""
+    opened.use(2, [0, 1, 2])
+    opened.stage(2, 7)
+    opened.stage(2, 6, land=False)
+    slots = opened.pool.acquire(2, [0, 1]).hit_slots
+    table = slot_table_in(opened.segment.buffer, opened.pool.layout)
+    table["state"][slots[0]] = SlotState.FREE  # evicted, but still named
+    table["flags"][table["expert"] == 7] = SlotFlag.PAGES_RESERVED  # promoted, and no more
+    free = int(np.flatnonzero(table["state"] == SlotState.FREE)[-1])
+    table["flags"][free] |= SlotFlag.STAGED  # about to be loaded
+    opened.reopen()
+    assert opened.resident(2) == [1, 2, 7]
+    assert [opened.use(2, [expert]).misses for expert in (0, 6)] == [[0], [6]]
+
+
+@pytest.mark.parametrize(("column", "value"), [("layer", 3), ("expert", 8), ("expert", -1)])
+def test_recovery_refuses_a_damaged_table(opened: Opened, column: str, value: int) -> None:
+    """A slot of a layer or an expert that do not exist is named."""
+    opened.use(2, [0])
+    table = slot_table_in(opened.segment.buffer, opened.pool.layout)
+    table[column][table["state"] == SlotState.READY] = value
+    with pytest.raises(PoolError, match=r"slot \d states expert .* the segment is damaged"):
+        opened.reopen()
+    with pytest.raises(PoolError, match="cannot be there"):
+        opened.pool.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (lambda slots, pool: pool.slabs.free.append(pool.slabs.free[0]), "one is free twice"),
+        (lambda slots, pool: pool.slabs.bare.pop(), "in the stock: False"),
+        (lambda slots, pool: pool.slabs.free.append(pool.slabs.bare.pop()), "in the stock of slots with pages"),
+        (lambda slots, pool: pool.lru.evict(), "state 2, but held False"),
+        (lambda slots, pool: pool.lru.move_to_end(next(iter(pool.lru))), "recency and last use disagree"),
+        (lambda slots, pool: pool.pinned.clear(), "state 3, but held False"),
+        (lambda slots, pool: pool.slabs.staged.clear(), "state 2, but held False"),
+        (lambda slots, pool: pool.residency.fill(False), "residency is not what"),
+        (lambda slots, pool: setattr(pool, "num_owned", 9), "the lookup has 3 experts"),
+        (lambda slots, pool: setattr(pool, "limit", 2), "limits of layers and staging"),
+        (lambda slots, pool: setattr(pool.slabs, "num_staged", 0), "0 counted as staged, 1 are"),
+        (lambda slots, pool: setattr(pool.counters, "dropped", 1), "do not add up with 1 staged"),
+        (lambda slots, pool: slots.holds.__setitem__(pool.staged[7], 1), "held 1 times"),
+        (lambda slots, pool: slots.tables.limits.__setitem__(0, 1), "in the tables they are others"),
+    ],
+)
+def test_integrity_finds_what_does_not_belong(
+    opened: Opened, damage: Callable[[Slots, LayerPool], object], what: str
+) -> None:
+    """Each contradiction between table and memory is a sentence of its own."""
+    opened.use(2, [0, 1, 2])
+    opened.pool.pin(2, 1)
+    opened.stage(2, 7)
+    opened.use(5, [0])
+    opened.pool.fail(*opened.pool.stage(5, 1))
+    damage(opened.pool._slots, opened.pool._layers[2])
+    with pytest.raises(PoolError, match=what):
+        opened.pool.check_integrity()

@@ -1,10 +1,8 @@
 """The streamer: right bytes in every layout and mode, few reads, and a named error for everything that goes wrong."""
 
-import errno
-import os
-import sys
+import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,16 +19,20 @@ from expert_checkpoint import (
     scattered,
     stacked,
     write,
+    write_packed,
 )
 
+from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.config import IoMode
 from colibri_mp.errors import ReadError
 from colibri_mp.formats import Encoding
 from colibri_mp.kernels.layout import pack
-from colibri_mp.workers import expert_files, read_plan
+from colibri_mp.workers import read_plan
+from colibri_mp.workers.copies import Copy, CopyRead, ExpertCopies
 from colibri_mp.workers.expert_files import aligned_buffer, buffer_bytes
+from colibri_mp.workers.expert_reader import ExpertReader, Packer, scratch_bytes
 from colibri_mp.workers.read_plan import ALIGNMENT, GAP_BYTES, LayerPlan
-from colibri_mp.workers.streamer import Landed, Packer, Streamer, scratch_bytes
+from colibri_mp.workers.streamer import Landed, Streamer
 
 ENCODINGS = ((Q4, Q4, Q4), (BF16, BF16, BF16), (Q8, Q4, BF16))
 
@@ -48,36 +50,50 @@ def num_fds() -> int:
     return len(list(Path("/dev/fd").iterdir()))
 
 
+def open_reader(
+    files: Sequence[Path], layer: ExpertLayer, mode: IoMode = "buffered", packer: Packer = pack
+) -> ExpertReader:
+    """A reader of one layer from one copy."""
+    return ExpertReader(ExpertCopies([Copy(tuple(files), mode)]), [layer], packer)
+
+
 def open_streamer(
     files: Sequence[Path], experts: ExpertBytes, mode: IoMode = "buffered", num_threads: int = 3, packer: Packer = pack
 ) -> Streamer:
     """A streamer for one layer."""
-    return Streamer(files, [experts.expert_layer()], packer, mode, num_threads)
+    return Streamer(open_reader(files, experts.expert_layer(), mode, packer), num_threads)
 
 
 def read_all(streamer: Streamer, experts: ExpertBytes) -> tuple[list[Bytes], list[Landed]]:
     """Read every expert at once; slabs by expert, completions in the order of landing."""
     size = experts.expert_layer().shape.slab_bytes
-    slabs = [np.full(size, 0xAA, np.uint8) for _ in range(len(experts.ids))]
+    slabs = [np.full(size, 0xAA, np.uint8) for _ in range(experts.num_experts)]
+    return slabs, submit_all(streamer, experts.layer, slabs)
+
+
+def submit_all(streamer: Streamer, layer: int, slabs: Iterable[Bytes]) -> list[Landed]:
+    """Read expert 0, 1, ... into the slabs, with the expert's number as the tag, and wait for all."""
+    num_left = 0
     for expert, slab in enumerate(slabs):
-        streamer.submit(experts.layer, expert, slab, tag=expert)
+        streamer.submit(layer, expert, slab, tag=expert)
+        num_left += 1
     landed: list[Landed] = []
-    while len(landed) < len(slabs):
+    while len(landed) < num_left:
         some = streamer.landed(20.0)
         assert some, "no read ended within 20 s"
         landed += some
-    return slabs, landed
+    return landed
 
 
 def assert_slabs(slabs: Sequence[Bytes], experts: ExpertBytes) -> None:
-    """Each slab is what packing whole matrices gives, and its padding is untouched."""
+    """Each slab is what packing whole matrices gives, and its padding is zero."""
     for expert, slab in enumerate(slabs):
         expected = experts.slab(expert)
         assert np.array_equal(slab[: expected.size], expected)
-        assert (slab[expected.size :] == 0xAA).all()
+        assert not slab[expected.size :].any()
 
 
-@pytest.mark.parametrize("mode", ["buffered", "direct"])
+@pytest.mark.parametrize("mode", ["buffered", "direct", "drop"])
 @pytest.mark.parametrize("encodings", ENCODINGS)
 @pytest.mark.parametrize("place", [stacked, per_expert, scattered])
 def test_slabs_have_the_right_bytes(
@@ -91,6 +107,32 @@ def test_slabs_have_the_right_bytes(
     assert [done.error for done in landed] == [None] * 6
     assert sorted(done.tag for done in landed) == list(range(6))
     assert_slabs(slabs, experts)
+
+
+@pytest.mark.parametrize("mode", ["buffered", "direct", "drop"])
+@pytest.mark.parametrize("task_bytes", [read_plan.PACKED_TASK_BYTES, 3 * ALIGNMENT])
+def test_packed_experts_are_read_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: IoMode, task_bytes: int
+) -> None:
+    """A container's expert goes straight into its slab, padding included, in one request or a few equal ones; no packing."""
+
+    def no_packing(encoding: Encoding, rows: int, cols: int, parts: Sequence[Bytes], out: Bytes) -> None:
+        raise AssertionError("a packed expert is packed again")
+
+    monkeypatch.setattr(read_plan, "PACKED_TASK_BYTES", task_bytes)
+    experts = random_experts(3, 6, 128, 192, (Q8, Q4, BF16))
+    path, layer = write_packed(tmp_path, experts)
+    size = layer.shape.slab_bytes
+    streamer = Streamer(open_reader([path], layer, mode, no_packing), 3)
+    slabs = np.frombuffer(aligned_buffer(6 * size), np.uint8)[: 6 * size].reshape(6, size)
+    slabs[:] = 0xAA
+    landed = submit_all(streamer, 3, slabs)
+    counters = streamer.counters()
+    streamer.close()
+    assert [done.error for done in landed] == [None] * 6
+    assert (counters.num_reads, counters.bytes_read) == (6 * -(-size // task_bytes), 6 * size)
+    assert_slabs(list(slabs), experts)
+    assert scratch_bytes([layer], 3) == 0
 
 
 @pytest.mark.parametrize("encodings", ENCODINGS)
@@ -135,7 +177,7 @@ def test_small_gaps_are_read_through() -> None:
             experts.files[0] += bytes(gap)
         [task] = LayerPlan(experts.expert_layer()).tasks(0)
         assert len(task.ranges) == num_ranges
-        assert all(wanted.scratch_offset % ALIGNMENT == 0 for wanted in task.ranges)
+        assert all(wanted.target_offset % ALIGNMENT == 0 for wanted in task.ranges)
         starts = [start for (start,) in task.part_offsets]
         assert sorted(starts) == [starts[1], starts[2], starts[0]]
 
@@ -149,7 +191,7 @@ def test_scratch_is_large_enough(place: Place) -> None:
     for expert in range(5):
         for task in plan.tasks(expert):
             last = task.ranges[-1]
-            end = last.scratch_offset + -(-(last.offset % ALIGNMENT + last.nbytes) // ALIGNMENT) * ALIGNMENT
+            end = last.target_offset + -(-(last.offset % ALIGNMENT + last.nbytes) // ALIGNMENT) * ALIGNMENT
             assert end <= plan.scratch_bytes
     assert 0 <= scratch_bytes([experts.expert_layer()], 4) - 4 * plan.scratch_bytes < 4 * ALIGNMENT
 
@@ -171,119 +213,6 @@ def test_task_fits_one_huge_page() -> None:
         experts.pieces[0] = [np.broadcast_to(np.uint8(0), nbytes) for nbytes in sizes]
         experts.places = {(0, piece): (0, piece << 32) for piece in range(9)}
         assert LayerPlan(experts.expert_layer()).scratch_bytes <= 2 << 20
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="O_DIRECT is Linux")
-def test_direct_reads_cover_whole_blocks(tmp_path: Path) -> None:
-    """Direct mode asks for the blocks around each piece, up to the end of the file."""
-    experts = random_experts(0, 3, 128, 64, (BF16, BF16, BF16))
-    streamer = open_streamer(write(tmp_path, experts, per_expert), experts, "direct")
-    if streamer.mode[0] == "buffered":
-        streamer.close()
-        pytest.skip(f"this file system has no direct reads: {streamer.mode[1]}")
-    _, landed = read_all(streamer, experts)
-    streamer.close()
-    assert sum(done.nbytes for done in landed) > 3 * experts.expert_layer().stored_bytes
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="O_DIRECT is Linux")
-def test_refused_direct_reads_fall_back_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system without O_DIRECT gives buffered reads, and says so."""
-    really_open = os.open
-
-    def refuse_direct(path: str, flags: int, *args: int) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return really_open(path, flags, *args)
-
-    monkeypatch.setattr(os, "open", refuse_direct)
-    experts = random_experts(0, 2, 64, 64, (BF16, BF16, BF16))
-    streamer = open_streamer(write(tmp_path, experts, stacked), experts, "direct")
-    mode, reason = streamer.mode
-    slabs, _ = read_all(streamer, experts)
-    streamer.close()
-    assert mode == "buffered"
-    assert "Invalid argument" in reason
-    assert_slabs(slabs, experts)
-
-
-def test_missing_file_is_named(tmp_path: Path) -> None:
-    """A file that cannot be opened is an error at start; the others are closed again."""
-    experts = random_experts(0, 2, 64, 64, (BF16, BF16, BF16))
-    files = write(tmp_path, experts, stacked)
-    with pytest.raises(ReadError, match=r"gone\.safetensors"):
-        open_streamer([*files, tmp_path / "gone.safetensors"], experts)
-
-
-@pytest.mark.parametrize("mode", ["buffered", "direct"])
-def test_truncated_file_is_named(tmp_path: Path, mode: IoMode) -> None:
-    """A file cut while it is open: an error with file, layer, expert and offset for what is gone."""
-    experts = random_experts(7, 4, 128, 64, (BF16, BF16, BF16))
-    [file] = write(tmp_path, experts, per_expert)
-    streamer = open_streamer([file], experts, mode)
-    os.truncate(file, experts.places[2, 1][1] + 100)
-    _, landed = read_all(streamer, experts)
-    streamer.close()
-    errors = {done.tag: str(done.error) for done in landed}
-    assert "layer 7, expert 2: reading" in errors[2]
-    assert "truncated" in errors[2]
-    assert str(file) in errors[2]
-    assert "changed since it was opened" in errors[0]
-
-
-def test_rewritten_file_is_noticed(tmp_path: Path) -> None:
-    """A file of the same size with a new time of change is not trusted."""
-    experts = random_experts(0, 2, 64, 64, (BF16, BF16, BF16))
-    [file] = write(tmp_path, experts, stacked)
-    streamer = open_streamer([file], experts)
-    os.utime(file, ns=(1, 1))
-    _, landed = read_all(streamer, experts)
-    streamer.close()
-    assert all("changed since it was opened" in str(done.error) for done in landed)
-
-
-class FlakyReads:
-    """Stands in for os.preadv: fails as told for the first reads, or returns short."""
-
-    def __init__(self, errors: list[int], most_bytes: int = 1 << 30) -> None:
-        self.errors, self.most_bytes = errors, most_bytes
-        self.preadv = os.preadv
-
-    def __call__(self, fd: int, buffers: list[memoryview], offset: int) -> int:
-        if self.errors:
-            code = self.errors.pop()
-            raise OSError(code, os.strerror(code))
-        return self.preadv(fd, [buffers[0][: self.most_bytes]], offset)
-
-
-def test_transient_errors_are_retried_and_short_reads_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """EAGAIN twice and reads of 1000 bytes at most: the slab is right all the same."""
-    experts = random_experts(0, 2, 64, 64, (BF16, BF16, BF16))
-    files = write(tmp_path, experts, stacked)
-    streamer = open_streamer(files, experts, num_threads=1)
-    monkeypatch.setattr(expert_files.os, "preadv", FlakyReads([errno.EAGAIN, errno.EAGAIN], most_bytes=1000))
-    slabs, _ = read_all(streamer, experts)
-    streamer.close()
-    assert_slabs(slabs, experts)
-
-
-@pytest.mark.parametrize(("code", "name"), [(errno.EIO, "EIO"), (errno.EAGAIN, "EAGAIN")])
-def test_disk_error_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, name: str) -> None:
-    """An error of the disk, or a transient one that does not pass, ends only the expert that it hit."""
-    experts = random_experts(0, 3, 64, 64, (BF16, BF16, BF16))
-    files = write(tmp_path, experts, per_expert)
-    streamer = open_streamer(files, experts, num_threads=1)
-    errors = [code] * (1 if code == errno.EIO else expert_files.MAX_RETRIES)
-    monkeypatch.setattr(expert_files.os, "preadv", FlakyReads(errors))
-    slabs, landed = read_all(streamer, experts)
-    streamer.close()
-    failed = [done for done in landed if done.error]
-    assert [done.tag for done in failed] == [0]
-    assert isinstance(failed[0].error, ReadError)
-    assert f"({name})" in str(failed[0].error)
-    assert np.array_equal(slabs[1][: experts.slab(1).size], experts.slab(1))
 
 
 def test_defect_in_packing_reaches_the_waiting_thread(tmp_path: Path) -> None:
@@ -329,3 +258,114 @@ def test_close_drops_waiting_reads_and_reports_a_hanging_one(tmp_path: Path) -> 
     errors = [done.error for done in streamer.landed(0.0)]
     assert errors[0] is None
     assert {str(error) for error in errors[1:]} == {"the worker is closing"}
+
+
+class HeldReader:
+    """Stands in for an `ExpertReader` with two tasks an expert: each task is held until its expert is let go."""
+
+    scratch_bytes = 0
+
+    def __init__(self) -> None:
+        self.begun: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.may_end = [threading.Event() for _ in range(8)]
+
+    def num_tasks(self, layer: int) -> int:
+        return 2
+
+    def run_task(self, layer: int, expert: int, task_idx: int, slab: Bytes, scratch: memoryview) -> CopyRead:
+        self.begun.put(expert)
+        assert self.may_end[expert].wait(20)
+        return CopyRead(100, None)
+
+    def finish(self, *_: object) -> None: ...
+
+    def close(self) -> None: ...
+
+    def wait_for(self, *experts: int) -> None:
+        """Tasks of exactly these experts begin next; then nothing more does."""
+        assert sorted(self.begun.get(timeout=20) for _ in experts) == sorted(experts)
+        with pytest.raises(queue.Empty):
+            self.begun.get(timeout=0.02)
+
+
+@pytest.fixture
+def held() -> Iterator[tuple[HeldReader, Streamer]]:
+    """A streamer of five threads whose reads end when the test says so."""
+    reader = HeldReader()
+    streamer = Streamer(reader, num_threads=5, max_background=1)  # type: ignore[arg-type]
+    yield reader, streamer
+    for event in reader.may_end:
+        event.set()
+    streamer.close()
+
+
+NO_SLAB = np.zeros(0, np.uint8)
+
+
+def test_background_reads_wait_for_an_idle_disk(held: tuple[HeldReader, Streamer]) -> None:
+    """A background read begins when no other is under way, one task at a time, and steps back when one comes."""
+    reader, streamer = held
+    streamer.submit(0, 0, NO_SLAB, tag=10)
+    reader.wait_for(0, 0)
+    streamer.submit(0, 1, NO_SLAB, tag=11, background=True)
+    streamer.submit(0, 2, NO_SLAB, tag=12)
+    reader.wait_for(2, 2)
+    reader.may_end[0].set()
+    assert streamer.landed(20.0) == [Landed(10, 200, None)]
+    reader.may_end[2].set()
+    reader.wait_for(1)
+    streamer.submit(0, 3, NO_SLAB, tag=13)
+    reader.wait_for(3, 3)
+    reader.may_end[1].set()
+    reader.wait_for()
+    reader.may_end[3].set()
+    reader.wait_for(1)
+    assert {done.tag for _ in range(3) for done in streamer.landed(1.0)} == {11, 12, 13}
+
+
+def test_promoted_read_does_not_wait(held: tuple[HeldReader, Streamer]) -> None:
+    """A background read that is awaited now begins beside the others, whole; promoting what has landed is nothing."""
+    reader, streamer = held
+    streamer.submit(0, 0, NO_SLAB, tag=0)
+    streamer.submit(0, 1, NO_SLAB, tag=1, background=True)
+    reader.wait_for(0, 0)
+    streamer.promote(1)
+    reader.wait_for(1, 1)
+    reader.may_end[1].set()
+    assert [done.tag for done in streamer.landed(20.0)] == [1]
+    streamer.promote(1)
+    assert not streamer.cancel(1)
+
+
+def test_only_what_has_not_begun_can_be_cancelled(held: tuple[HeldReader, Streamer]) -> None:
+    """A cancelled read has no completion, and its tag can be used again; one that has begun goes on."""
+    reader, streamer = held
+    streamer.submit(0, 1, NO_SLAB, tag=1, background=True)
+    reader.wait_for(1)
+    streamer.submit(0, 2, NO_SLAB, tag=2, background=True)
+    streamer.submit(0, 3, NO_SLAB, tag=3, background=True)
+    assert not streamer.cancel(1)
+    assert streamer.cancel(2)
+    assert not streamer.cancel(2)
+    streamer.submit(0, 4, NO_SLAB, tag=2, background=True)
+    for event in reader.may_end:
+        event.set()
+    landed = [done.tag for _ in range(3) for done in streamer.landed(1.0)]
+    assert sorted(landed) == [1, 2, 3]
+    reader.wait_for(1, 3, 3, 4, 4)
+    streamer.submit(0, 5, NO_SLAB, tag=5)
+    assert not streamer.cancel(5)
+
+
+def test_close_ends_background_reads_too(held: tuple[HeldReader, Streamer]) -> None:
+    """What waits in the background when the worker closes is answered like everything else."""
+    reader, streamer = held
+    streamer.submit(0, 0, NO_SLAB, tag=0)
+    reader.wait_for(0, 0)
+    streamer.submit(0, 1, NO_SLAB, tag=1, background=True)
+    closing = threading.Thread(target=streamer.close)
+    closing.start()
+    [done] = streamer.landed(20.0)
+    reader.may_end[0].set()
+    closing.join(20)
+    assert (done.tag, str(done.error)) == (1, "the worker is closing")

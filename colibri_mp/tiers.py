@@ -1,0 +1,170 @@
+"""What the coordinator does so that experts are in memory before they are asked for: learned usage, pins, lookahead.
+
+    launch        experts of earlier runs' usage ─▶ Keep ─▶ the workers read them when nobody waits, the most used as pins
+    each layer    while a worker computes: count the route, score what was predicted for it, predict the next layers ─▶ Hint
+    each turn     save the usage; each `--repin` tokens: give cold pins to hot experts
+
+None of it changes a result, and nothing waits for it.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from colibri_mp.config import LaunchConfig, format_size
+from colibri_mp.kernels.team import ThreadTeam
+from colibri_mp.lookahead import Lookahead, Trial
+from colibri_mp.messages import Floats, Ints, PoolReport, Wish
+from colibri_mp.models.structure import ModelSpec
+from colibri_mp.planner import Plan
+from colibri_mp.resident import ResidentLayer
+from colibri_mp.scheduler import Rows
+from colibri_mp.shm.view import PoolView
+from colibri_mp.supervisor import Supervisor
+from colibri_mp.usage import LayerRoom, Usage, choose_swaps, preferred, usage_path
+
+_log = logging.getLogger(__name__)
+_SUMS = ("issued", "promoted", "late", "dropped", "failed", "wasted_bytes", "missed_dropped", "missed_unpredicted")
+
+
+def open_usage(model: ModelSpec, setting: str, fingerprint: str) -> Usage:
+    """The usage of earlier runs, as `--usage` says.
+
+    Raises:
+        ConfigError: its file is not one of this model.
+    """
+    num_experts = {experts.layer: experts.num_experts for experts in model.expert_layers}
+    return Usage(num_experts, usage_path(setting, fingerprint))
+
+
+class Tiers:
+    """See the module docstring. One thread calls it, but for `describe`."""
+
+    def __init__(
+        self, config: LaunchConfig, model: ModelSpec, plan: Plan, usage: Usage, layers: Sequence[ResidentLayer],
+        supervisor: Supervisor, team: ThreadTeam,
+    ) -> None:  # fmt: skip
+        """`team`: for predictions, which are made while the workers use the machine: one thread."""
+        self.usage = usage
+        self.lookahead = self._make_lookahead(config, model, plan, layers, supervisor, team)
+        self.pools: list[PoolView] = []
+        self._config, self._plan, self._supervisor = config, plan, supervisor
+        self._floor = model.router.top_k
+        self._is_prefill: NDArray[np.bool_] | None = None
+        self._step = 0
+        self._num_tokens = self._repinned_at = self.num_swaps = 0
+        self._save_error = ""
+
+    @staticmethod
+    def _make_lookahead(
+        config: LaunchConfig, model: ModelSpec, plan: Plan, layers: Sequence[ResidentLayer], supervisor: Supervisor,
+        team: ThreadTeam,
+    ) -> Lookahead | None:  # fmt: skip
+        """None where nothing would come of it: switched off, or no staging, as where every expert is in memory."""
+        has_staging = any(share.num_staging for share in plan.workers)
+        if config.lookahead == "off" or (config.lookahead != "measure" and not has_staging):
+            return None
+        send = supervisor.hint if config.lookahead != "measure" else None
+        width, distance = config.lookahead_width, config.lookahead_distance
+        trial = Trial() if config.lookahead == "auto" else None
+        return Lookahead(team, model, layers, width, distance, send, trial)
+
+    # -- launch --------------------------------------------------------------------------------------------------------
+
+    def start(self) -> str:
+        """Have the workers read what earlier runs used most; says so in a note, "" if nothing is known."""
+        slots = {
+            layer: LayerRoom(num_slots, self._floor)
+            for share in self._plan.workers
+            for layer, num_slots in zip(share.layers, share.num_slots, strict=True)
+        }
+        wishes = preferred(self.usage.before, slots, self._config.pins if self._plan.resident_share < 1 else 0.0)
+        if not wishes:
+            return ""
+        self._supervisor.keep(wishes)
+        num_pins = sum(wish.is_pinned for wish in wishes)
+        return (
+            f"learned usage: reading the {len(wishes)} experts used most in the background, {num_pins} of them as pins"
+        )
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def start_step(self, step: int, rows: list[Rows]) -> None:
+        """A step begins."""
+        self._step = step
+        self._num_tokens += len(rows)
+        is_prefill = [part.count > 1 for part in rows]
+        counts = [part.count for part in rows]
+        self._is_prefill = np.repeat(is_prefill, counts) if any(is_prefill) else None
+        if self.lookahead is not None:
+            self.lookahead.start_step()
+
+    def end_step(self, seconds: float, num_rows: int) -> None:
+        """The step took so long."""
+        if self.lookahead is not None and self._is_prefill is None:
+            self.lookahead.end_step(seconds, num_rows)
+
+    def look(self, layer: int, x: Floats, ids: Ints) -> None:
+        """The batch of a layer is on its way: x [T, D] is the residual stream after attention, ids [T, K] the true route."""
+        self.usage.note(layer, ids, self._is_prefill)
+        if self.lookahead is not None:
+            self.lookahead.check(layer, ids)
+            self.lookahead.predict(self._step, layer, x)
+
+    # -- turns ---------------------------------------------------------------------------------------------------------
+
+    def turn_ended(self) -> None:
+        """An answer is complete: save what was learned, and repin if it is time."""
+        self.save()
+        if self._config.repin and self._num_tokens - self._repinned_at >= self._config.repin:
+            self._repinned_at = self._num_tokens
+            self._repin()
+
+    def save(self) -> None:
+        """Add the counts to the user's file; one that cannot be written is said once, and the run goes on."""
+        try:
+            self.usage.save()
+        except OSError as error:
+            if not self._save_error:
+                _log.warning("learned usage cannot be saved in %s: %s", self.usage.path, error.strerror)
+            self._save_error = str(error.strerror)
+
+    def _repin(self) -> None:
+        self.usage.count()
+        tables = {layer: pool for pool in self.pools for layer in pool.layers}
+        swaps = choose_swaps(
+            self.usage.heat, lambda layer: tables[layer].pinned(layer), lambda layer: tables[layer].resident(layer)
+        )
+        self.usage.cool()
+        self.num_swaps += len(swaps)
+        self._supervisor.keep(
+            [Wish(swap.layer, swap.hot, True) for swap in swaps], [(swap.layer, swap.cold) for swap in swaps]
+        )
+
+    # -- reports -------------------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """What `status` says of pins, reads ahead and predictions."""
+        reports = [worker.report or PoolReport(worker.config.worker_id) for worker in self._supervisor.workers]
+        refusals = sorted({report.lock_refusal for report in reports if report.lock_refusal})
+        return {
+            "usage": str(self.usage.path or "off"),
+            "usage_error": self._save_error,
+            "pins": sum(report.num_pinned for report in reports),
+            "locked_bytes": sum(report.locked_bytes for report in reports),
+            "lock_refusal": "; ".join(refusals),
+            "swaps": self.num_swaps,
+            "waiting": sum(report.num_waiting for report in reports),
+            "staging_slots": sum(share.num_staging for share in self._plan.workers),
+            "reads_ahead": {name: sum(getattr(report, name) for report in reports) for name in _SUMS},
+            "lookahead": {"mode": self._config.lookahead, **(self.lookahead.describe() if self.lookahead else {})},
+        }
+
+
+def describe_locking(tiers: dict[str, Any]) -> str:
+    """One line about pins, for people."""
+    locked = f"{tiers['pins']} pins, {format_size(tiers['locked_bytes'])} locked in memory"
+    return f"{locked} (not more: {tiers['lock_refusal']})" if tiers["lock_refusal"] else locked

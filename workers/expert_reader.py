@@ -1,0 +1,172 @@
+"""Brings one expert from its files into a slab, in the kernels' layout, and holds it against its checksum.
+
+    task 0  read ─ pack ─┐
+    task 1  read ─ pack ─┼─▶ finish: zero the padding, checksum of the whole slab ── wrong ──▶ read once more from each copy
+    task 2  read ─ pack ─┘                                                                     still wrong: ReadError
+
+The tasks of an expert may be done by several threads, each with its own scratch buffer; `finish` comes after all of them.
+A packed layer is read in place. With `verify` "first" an expert is checked when it is read for the first time in this
+process, and whenever its file has been written to; with "always", at each read; with "off", never. Experts without
+checksums are taken as they are, and refused if their file has been written to.
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from colibri_mp.checkpoint.experts import ExpertLayer
+from colibri_mp.config import Verify
+from colibri_mp.errors import ReadError
+from colibri_mp.formats import Encoding
+from colibri_mp.workers.copies import CopyRead, ExpertCopies
+from colibri_mp.workers.expert_files import FileChanged, buffer_bytes
+from colibri_mp.workers.read_meter import ReadMeter, StreamCounters
+from colibri_mp.workers.read_plan import LayerPlan, MatrixRows, ReadTask
+
+Bytes = NDArray[np.uint8]
+Packer = Callable[[Encoding, int, int, Sequence[Bytes], Bytes], None]
+"""`kernels.layout.pack`: encoding, rows, cols, stored parts (uint8), packed output (uint8); releases the lock."""
+
+_log = logging.getLogger(__name__)
+
+
+def scratch_bytes(layers: Sequence[ExpertLayer], num_threads: int) -> int:
+    """Scratch memory of `num_threads` I/O threads that read these layers, at most."""
+    return num_threads * buffer_bytes(max(LayerPlan(layer).scratch_bytes for layer in layers))
+
+
+def checksum(slab: Bytes) -> int:
+    """xxh3-64 of all bytes of a slab."""
+    return xxhash.xxh3_64_intdigest(slab.data)
+
+
+class ExpertReader:
+    """Reads the experts of some layers. Holds the files; `close` closes them. Threads may read at the same time."""
+
+    def __init__(
+        self, copies: ExpertCopies, layers: Sequence[ExpertLayer], pack: Packer, verify: Verify = "first"
+    ) -> None:
+        self.copies = copies
+        self.meter = ReadMeter()
+        self._plans = {layer.layer: LayerPlan(layer) for layer in layers}
+        self._pack = pack
+        self._verify = verify
+        self._verified = {layer.layer: bytearray(layer.num_experts) for layer in layers}
+        self.scratch_bytes = max(plan.scratch_bytes for plan in self._plans.values())
+        self.largest_slab_bytes = max(plan.slab_bytes for plan in self._plans.values())
+
+    def num_tasks(self, layer: int) -> int:
+        """Tasks that an expert of `layer` is cut into."""
+        return self._plans[layer].num_tasks
+
+    def run_task(self, layer: int, expert: int, task_idx: int, slab: Bytes, scratch: memoryview) -> CopyRead:
+        """Read and pack one part of an expert into its place in `slab` (uint8 [slab_bytes]).
+
+        Raises `ReadError` that names layer and expert.
+        """
+        task = self._plans[layer].task(expert, task_idx)
+        buffer = slab.data if task.into_slab else scratch
+        try:
+            with self.meter.reading(len(task.ranges)) as reading:
+                found = self.copies.read(task.ranges, buffer)
+                reading.nbytes = found.nbytes
+        except ReadError as exc:
+            raise _named(layer, expert, exc) from exc
+        self._pack_task(task, slab, scratch)
+        return found
+
+    def finish(self, layer: int, expert: int, slab: Bytes, scratch: memoryview, doubt: FileChanged | None) -> None:
+        """Complete a slab whose tasks have all been run; `doubt`: what one of them said.
+
+        Raises `ReadError` if the checksum is wrong, or if there is a doubt and no checksum.
+        """
+        plan = self._plans[layer]
+        slab[plan.packed_bytes :] = 0
+        checksums = plan.layer.checksums
+        if checksums is None or self._verify == "off":
+            if doubt is not None:
+                raise _named(layer, expert, doubt) from doubt
+            return
+        verified = self._verified[layer]
+        if self._verify == "always" or doubt is not None or not verified[expert]:
+            self._check(plan, expert, slab, scratch, int(checksums[expert]))
+            verified[expert] = True
+
+    def read(self, layer: int, expert: int, slab: Bytes, scratch: memoryview) -> int:
+        """All of it in this thread; returns bytes read."""
+        nbytes, doubt = 0, None
+        for task_idx in range(self.num_tasks(layer)):
+            found = self.run_task(layer, expert, task_idx, slab, scratch)
+            nbytes, doubt = nbytes + found.nbytes, doubt or found.doubt
+        self.finish(layer, expert, slab, scratch, doubt)
+        return nbytes
+
+    def counters(self) -> StreamCounters:
+        """A copy of the totals."""
+        return replace(
+            self.meter.counters(), num_retries=self.copies.num_retries, num_fallbacks=self.copies.num_fallbacks
+        )
+
+    def close(self) -> None:
+        """Close the files; idempotent."""
+        self.copies.close()
+
+    # ── packing ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _pack_task(self, task: ReadTask, slab: Bytes, scratch: memoryview) -> None:
+        if task.into_slab:
+            return
+        started = time.perf_counter()
+        for matrix, part_offsets in zip(task.matrices, task.part_offsets, strict=True):
+            self._pack_rows(matrix, part_offsets, scratch, slab)
+        self.meter.add_pack(time.perf_counter() - started)
+
+    def _pack_rows(self, matrix: MatrixRows, part_offsets: tuple[int, ...], scratch: memoryview, slab: Bytes) -> None:
+        parts = [
+            np.frombuffer(scratch, np.uint8, count=piece.nbytes, offset=offset)
+            for piece, offset in zip(matrix.slices, part_offsets, strict=True)
+        ]
+        out = slab[matrix.slab_offset : matrix.slab_offset + matrix.packed_bytes]
+        self._pack(matrix.encoding, matrix.rows, matrix.cols, parts, out)
+
+    # ── checksums ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _check(self, plan: LayerPlan, expert: int, slab: Bytes, scratch: memoryview, expected: int) -> None:
+        """Compare the slab's checksum; if it is wrong, read the expert again, from each copy."""
+        found = checksum(slab)
+        self.meter.add_check(found == expected)
+        if found == expected:
+            return
+        place = self._describe_place(plan, expert)
+        for copy_idx in range(len(self.copies)):
+            with contextlib.suppress(ReadError):  # then that copy does not have the right bytes either
+                if self._read_again(plan, expert, slab, scratch, copy_idx) == expected:
+                    _log.warning("%s had the checksum %016x; read again, it is right", place, found)
+                    return
+        raise ReadError(
+            f"{place} has the checksum {found:016x} instead of {expected:016x}, also when it is read again: the file is "
+            f"damaged; restore it"
+        )
+
+    def _read_again(self, plan: LayerPlan, expert: int, slab: Bytes, scratch: memoryview, copy_idx: int) -> int:
+        """Fill the slab anew from one copy, from the disk itself; returns its checksum now."""
+        for task in plan.tasks(expert):
+            self.copies.forget(copy_idx, task.ranges)
+            self.copies.read_from(copy_idx, task.ranges, slab.data if task.into_slab else scratch)
+            self._pack_task(task, slab, scratch)
+        slab[plan.packed_bytes :] = 0
+        return checksum(slab)
+
+    def _describe_place(self, plan: LayerPlan, expert: int) -> str:
+        first = plan.task(expert, 0).ranges[0]
+        return f"layer {plan.layer.layer}, expert {expert}, at {self.copies.describe_place(first)},"
+
+
+def _named(layer: int, expert: int, error: ReadError) -> ReadError:
+    return ReadError(f"layer {layer}, expert {expert}: {error}")
