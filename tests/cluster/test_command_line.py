@@ -144,7 +144,8 @@ def test_name_in_use() -> None:
         assert json.loads(done.stdout)["completion_tokens"] == 2
         status = json.loads(cli("status", "--name", "busy", "--json").stdout)
         assert (status["state"], status["progress"]["tokens"]) == ("serving", 4)
-        assert "worker" in cli("status", "--name", "busy").stdout
+        digest = cli("status", "--name", "busy").stdout
+        assert all(text in digest for text in ("worker", "in 2 steps: ", "slowest layers: ", "2.00 a token"))
     finally:
         stopped = cli("stop", "--name", "busy")
     assert stopped.returncode == 0, stopped.stderr
