@@ -56,8 +56,7 @@ def rooms(root: Path | None = None) -> list[Room]:
     for group in memory_groups(root):
         size, free = group.limit_bytes(), group.free_bytes()
         if size is not None and free is not None:
-            name = f"control group {group.folder}"
-            found.append(Room(name, size, free, stalled_us(group.pressure_file)))
+            found.append(Room(f"control group {group.name}", size, free, stalled_us(group.pressure_file)))
     return found
 
 
