@@ -42,6 +42,13 @@ def print_status(stats: dict[str, Any]) -> None:
         f"memory   {format_size(memory['used_bytes'])} used, {format_size(memory['peak_bytes'])} at most, "
         f"of {format_size(memory['budget_bytes'])}"
     )
+    pressure = memory["pressure"]
+    if not pressure["admits_requests"] or pressure["slab_limit_bytes"] < pressure["slab_full_bytes"]:
+        requests_now = "are admitted" if pressure["admits_requests"] else "wait"
+        console.print(
+            f"pressure expert pools kept within {format_size(pressure['slab_limit_bytes'])} of "
+            f"{format_size(pressure['slab_full_bytes'])}, new requests {requests_now}: {pressure['changes'][-1]['reason']}"
+        )
     table = Table("worker", "pid", "layers", "slots", "hits", "misses", "read")
     for worker in stats["workers"]:
         table.add_row(
