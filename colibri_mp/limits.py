@@ -65,13 +65,6 @@ def tightest_room(root: Path | None = None) -> Room:
     return min(rooms(root), key=lambda room: room.free_bytes)
 
 
-def has_swap(root: Path | None = None) -> bool:
-    """Whether the system can move memory to a disk when it runs short; otherwise it can only kill."""
-    if sys.platform != "linux":
-        return psutil.swap_memory().total > 0
-    return _meminfo(root or machine_root())["SwapTotal"] > 0
-
-
 def address_space_bytes() -> int | None:
     """Most virtual memory of one process (`ulimit -v`); None without a limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)

@@ -7,7 +7,7 @@ import pytest
 from fake_machine import V1_UNLIMITED, FakeMachine
 
 from colibri_mp.control_groups import KillCounter, memory_groups, stalled_us
-from colibri_mp.limits import Room, has_swap, rooms, tightest_room
+from colibri_mp.limits import Room, rooms, tightest_room
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="control groups and /proc are Linux's")
 V2, V1 = "/sys/fs/cgroup", "/sys/fs/cgroup/memory"
@@ -20,11 +20,9 @@ def machine(tmp_path: Path) -> FakeMachine:
 
 
 def test_without_groups_there_is_the_system(machine: FakeMachine) -> None:
-    """MemTotal and MemAvailable, and whether there is swap, which never counts as memory."""
+    """MemTotal and MemAvailable; swap does not count."""
     assert rooms(machine.root) == [Room("the system", 16_000_000_000, 8_000_000_000)]
-    assert not has_swap(machine.root)
     machine.set_memory(8_000_000_000, swap=4_000_000_000)
-    assert has_swap(machine.root)
     assert tightest_room(machine.root).free_bytes == 8_000_000_000
 
 
