@@ -52,6 +52,24 @@ def _rows(entry: dict[str, Any]) -> str:
     return str(least) if least == most else f"{least}-{most}"
 
 
+def _reads_ahead(tiers: dict[str, Any]) -> str:
+    """Pins, and what was read before it was asked for; "" if there is neither."""
+    lines = []
+    if tiers["pins"]:
+        refusal = f" (not more: {tiers['lock_refusal']})" if tiers["lock_refusal"] else ""
+        lines.append(
+            f"pins     {tiers['pins']} experts, {format_size(tiers['locked_bytes'])} locked in memory{refusal}"
+        )
+    reads, lookahead = tiers["reads_ahead"], tiers["lookahead"]
+    if reads["issued"]:
+        state = "on" if lookahead["is_on"] else "off: it does not pay here"
+        lines.append(
+            f"ahead    {reads['issued']} experts read ahead, {reads['promoted']} of them asked for ({reads['late']} while still "
+            f"being read), {format_size(reads['wasted_bytes'])} for nothing; now {state}"
+        )
+    return "\n".join(lines)
+
+
 def print_status(stats: dict[str, Any]) -> None:
     """What `status` shows without `--json`."""
     model, cache, memory, requests = stats["model"], stats["cache"], stats["memory"], stats["requests"]
@@ -67,6 +85,8 @@ def print_status(stats: dict[str, Any]) -> None:
         f"of {format_size(memory['budget_bytes'])}\n"
         f"{_digest(stats['phases'])}"
     )
+    if ahead := _reads_ahead(stats["tiers"]):
+        console.print(ahead)
     if stats["lossy"]:
         console.print(f"lossy    {', '.join(stats['lossy'])}")
     pressure = memory["pressure"]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from colibri_mp.config import LaunchConfig, format_size
+from colibri_mp.config import LaunchConfig
 from colibri_mp.kernels.team import ThreadTeam
 from colibri_mp.lookahead import Lookahead, Trial
 from colibri_mp.messages import Floats, Ints, PoolReport, Wish
@@ -162,9 +162,3 @@ class Tiers:
             "reads_ahead": {name: sum(getattr(report, name) for report in reports) for name in _SUMS},
             "lookahead": {"mode": self._config.lookahead, **(self.lookahead.describe() if self.lookahead else {})},
         }
-
-
-def describe_locking(tiers: dict[str, Any]) -> str:
-    """One line about pins, for people."""
-    locked = f"{tiers['pins']} pins, {format_size(tiers['locked_bytes'])} locked in memory"
-    return f"{locked} (not more: {tiers['lock_refusal']})" if tiers["lock_refusal"] else locked
