@@ -9,13 +9,16 @@ import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
+from colibri_mp.config import format_size
 from colibri_mp.control_groups import KillCounter
-from colibri_mp.errors import ColibriError, describe_exit
+from colibri_mp.errors import ColibriError, MemoryPlanError, describe_exit
 from colibri_mp.formats import Encoding
 from colibri_mp.kernels import isa
 from colibri_mp.kernels.warming import is_warm, warm
+from colibri_mp.limits import tightest_room
 
 _TICK_S = 0.2
+COMPILER_BYTES = 290_000_000  # measured; gone before the cluster's own memory is taken
 
 
 class Stopping(Exception):
@@ -28,6 +31,7 @@ def compile_kernels(
     """Make sure that what the encodings need is in the cache; does nothing if it is, which takes a millisecond.
 
     Raises:
+        MemoryPlanError: there is too little memory to compile.
         Stopping: `should_stop` said so.
         ColibriError: the compiler failed; its messages are on stderr.
     """
@@ -36,6 +40,11 @@ def compile_kernels(
         progress(f"compiled kernels are kept in {folder.path}: {folder.reason}")
     if is_warm(encodings, planes):
         return
+    if (room := tightest_room()).free_bytes < COMPILER_BYTES:
+        raise MemoryPlanError(
+            f"compiling the kernels, once for this machine, takes {format_size(COMPILER_BYTES)} before anything else, "
+            f"there are {room}; free memory"
+        )
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("spawn").Process(
         target=_compile, args=(encodings, planes, theirs), name="colibri-compiler"

@@ -23,8 +23,9 @@ _UNLIMITED_V1 = 1 << 60  # version 1 says "no limit" with a huge number
 
 @dataclass(frozen=True)
 class MemoryGroup:
-    """One control group; `folder` has its files."""
+    """One control group; `folder` has its files, `name` is its path below the mount point."""
 
+    name: str
     folder: Path
     version: int
 
@@ -71,7 +72,8 @@ def memory_groups(root: Path) -> list[MemoryGroup]:
         place = _place(_lines(root / "proc/self/cgroup"), version)
         if place is not None:
             top = root / mount_point.relative_to("/")
-            found += [MemoryGroup(folder, version) for folder in _upwards(top, _below(place, mounted))]
+            folders = _upwards(top, _below(place, mounted))
+            found += [MemoryGroup(_name(folder, top), folder, version) for folder in folders]
     return found
 
 
@@ -131,6 +133,10 @@ def _upwards(top: Path, place: PurePosixPath) -> list[Path]:
     """The folders from a group up to `top`."""
     folder = top / place
     return [folder, *(parent for parent in folder.parents if parent.is_relative_to(top))]
+
+
+def _name(folder: Path, top: Path) -> str:
+    return str(PurePosixPath("/") / folder.relative_to(top))
 
 
 def _lines(path: Path) -> list[str]:

@@ -56,21 +56,13 @@ def rooms(root: Path | None = None) -> list[Room]:
     for group in memory_groups(root):
         size, free = group.limit_bytes(), group.free_bytes()
         if size is not None and free is not None:
-            name = f"control group {group.folder}"
-            found.append(Room(name, size, free, stalled_us(group.pressure_file)))
+            found.append(Room(f"control group {group.name}", size, free, stalled_us(group.pressure_file)))
     return found
 
 
 def tightest_room(root: Path | None = None) -> Room:
     """The room with the least memory to take."""
     return min(rooms(root), key=lambda room: room.free_bytes)
-
-
-def has_swap(root: Path | None = None) -> bool:
-    """Whether the system can move memory to a disk when it runs short; otherwise it can only kill."""
-    if sys.platform != "linux":
-        return psutil.swap_memory().total > 0
-    return _meminfo(root or machine_root())["SwapTotal"] > 0
 
 
 def address_space_bytes() -> int | None:

@@ -6,7 +6,8 @@ the sum. macOS has no PSS: unique pages (USS) of each process plus the pools onc
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -48,26 +49,39 @@ def usable_cores() -> tuple[int, str]:
     return min(limits, key=lambda limit: limit[0])
 
 
-class MemoryWatch:
-    """Sums the memory of named processes, and remembers the largest sum seen."""
+@dataclass(frozen=True)
+class MemorySample:
+    """Memory of each process, and the part of it that the slabs of the pools are."""
 
-    def __init__(self) -> None:
-        self.peak_bytes = 0
-        self.by_process: dict[str, int] = {}
-        self.pool_bytes = 0
-
-    def sample(self, processes: Iterable[tuple[str, int]], pool_bytes: int = 0) -> None:
-        """Read the processes (name, pid). `pool_bytes`: pools in use, added where the readings leave them out."""
-        self.by_process = {name: process_bytes(pid) for name, pid in processes}
-        self.pool_bytes = pool_bytes
-        if sys.platform != "linux":
-            self.by_process["pools"] = pool_bytes
-        self.peak_bytes = max(self.peak_bytes, self.total_bytes)
+    by_process: dict[str, int]
+    slab_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        """The last sum."""
+        """The sum."""
         return sum(self.by_process.values())
+
+
+class MemoryWatch:
+    """Reads the memory of named processes, and remembers the last sample and the largest sum seen."""
+
+    def __init__(self) -> None:
+        self.last = MemorySample({})
+        self.peak_bytes = 0
+
+    def sample(self, processes: Iterable[tuple[str, int]], slab_bytes: Callable[[], int]) -> None:
+        """Read the processes (name, pid), and the slabs: added where the readings leave them out.
+
+        Reading takes a while, in which pools may fill: the larger figure counts, so that nothing of theirs is taken for
+        the processes' own.
+        """
+        before = slab_bytes()
+        by_process = {name: process_bytes(pid) for name, pid in processes}
+        after = max(before, slab_bytes())
+        if sys.platform != "linux":
+            by_process["pools"] = after
+        self.last = MemorySample(by_process, after)
+        self.peak_bytes = max(self.peak_bytes, self.last.total_bytes)
 
 
 def _cpu_quota(path: Path) -> int | None:

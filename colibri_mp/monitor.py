@@ -47,8 +47,9 @@ class Monitor:
         self._num_changes = 0
 
     def start(self) -> None:
-        """Begin to watch."""
-        self._thread.start()
+        """Look once, and begin to watch."""
+        if self._look():
+            self._thread.start()
 
     def close(self) -> None:
         """End the thread. Idempotent."""
@@ -91,12 +92,17 @@ class Monitor:
         self._act(decision)
 
     def _run(self) -> None:
-        while not self._end.wait(TICK_S):
-            try:
-                self.tick()
-            except (OSError, ValueError, KeyError) as error:
-                _log.error("memory is not watched any more: it cannot be read (%r)", error)
-                return
+        while not self._end.wait(TICK_S) and self._look():
+            pass
+
+    def _look(self) -> bool:
+        """Whether memory could be read."""
+        try:
+            self.tick()
+        except (OSError, ValueError, KeyError) as error:
+            _log.error("memory is not watched any more: it cannot be read (%r)", error)
+            return False
+        return True
 
 
 def describe(decision: Decision, before_bytes: int) -> str:

@@ -18,7 +18,7 @@ from colibri_mp.checkpoint.source import Checkpoint
 from colibri_mp.config import LaunchConfig, format_size, parse_size
 from colibri_mp.errors import ConfigError, MemoryPlanError
 from colibri_mp.kernels.kv_cache import BLOCK_TOKENS
-from colibri_mp.limits import Room, address_space_bytes, has_swap, tightest_room
+from colibri_mp.limits import Room, address_space_bytes, tightest_room
 from colibri_mp.lossy import with_lossy_routing
 from colibri_mp.memory import own_bytes, usable_cores
 from colibri_mp.models import load_model
@@ -222,10 +222,9 @@ def _budget(config: LaunchConfig, room: Room, available: int) -> tuple[int, str]
         return parse_size(config.ram), ""
     left = max(int(available * SYSTEM_SHARE), room.high_bytes)
     budget = max(0, available - left)
-    swap = "swap is not counted" if has_swap() else "there is no swap"
     return budget, (
-        f"ram {format_size(budget)}: {format_size(available)} available, the least being {room}, less "
-        f"{format_size(left)} for everything else there ({SYSTEM_SHARE:.0%}, at least {format_size(room.high_bytes)}); {swap}"
+        f"ram {format_size(budget)}: {format_size(available)} available ({room}; swap is never counted), less "
+        f"{format_size(left)} for everything else there ({SYSTEM_SHARE:.0%}, at least {format_size(room.high_bytes)})"
     )
 
 

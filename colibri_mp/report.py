@@ -69,6 +69,13 @@ def print_status(stats: dict[str, Any]) -> None:
     )
     if stats["lossy"]:
         console.print(f"lossy    {', '.join(stats['lossy'])}")
+    pressure = memory["pressure"]
+    if not pressure["admits_requests"] or pressure["slab_limit_bytes"] < pressure["slab_full_bytes"]:
+        requests_now = "are admitted" if pressure["admits_requests"] else "wait"
+        console.print(
+            f"pressure expert pools kept within {format_size(pressure['slab_limit_bytes'])} of "
+            f"{format_size(pressure['slab_full_bytes'])}, new requests {requests_now}: {pressure['changes'][-1]['reason']}"
+        )
     table = Table("worker", "pid", "layers", "slots", "hits", "misses", "read")
     for worker in stats["workers"]:
         table.add_row(

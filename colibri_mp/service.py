@@ -197,9 +197,9 @@ class Service:
             "memory": {
                 "budget_bytes": coordinator.plan.budget_bytes,
                 "planned_bytes": coordinator.plan.planned_bytes,
-                "used_bytes": self._watch.total_bytes,
+                "used_bytes": self._watch.last.total_bytes,
                 "peak_bytes": self._watch.peak_bytes,
-                "by_process": self._watch.by_process,
+                "by_process": self._watch.last.by_process,
                 "pressure": self.monitor.status(),
             },
             "notes": list(self.notes),
@@ -236,9 +236,9 @@ class Service:
 
     def _read_pressure(self) -> Reading:
         """What the monitor looks at. An owner counts as planned: what else it does with its memory is its own business."""
-        watch, slab_bytes = self._watch, self.coordinator.slab_bytes()
-        owner_bytes = watch.by_process.get("client", 0)
-        others = watch.total_bytes - watch.pool_bytes - owner_bytes + (CLIENT_BYTES if owner_bytes else 0)
+        sample, slab_bytes = self._watch.last, self.coordinator.slab_bytes()
+        owner_bytes = sample.by_process.get("client", 0)
+        others = sample.total_bytes - sample.slab_bytes - owner_bytes + (CLIENT_BYTES if owner_bytes else 0)
         return Reading(time.monotonic(), rooms(), slab_bytes, self.coordinator.plan.budget_bytes - others - slab_bytes)
 
     def _relieve(self, decision: Decision) -> None:
@@ -254,6 +254,6 @@ class Service:
 
     def _sample_memory(self) -> None:
         started = time.monotonic()
-        self._watch.sample([*self._owner, *self._processes], self.coordinator.slab_bytes())
+        self._watch.sample([*self._owner, *self._processes], self.coordinator.slab_bytes)
         ended = time.monotonic()
         self._next_sample = ended + max(_SAMPLE_S, (ended - started) / _SAMPLE_SHARE)

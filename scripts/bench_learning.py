@@ -71,7 +71,7 @@ def launch(options: argparse.Namespace, kind: str, usage: str) -> dict[str, floa
         deadline = time.monotonic() + 20
         while cluster.stats()["tiers"]["waiting"] and time.monotonic() < deadline:
             time.sleep(0.05)
-        for number, prompt in enumerate(KINDS[kind]):
+        for number, prompt in enumerate(KINDS[kind][: options.prompts]):
             done = cluster.generate(
                 prompt,
                 max_tokens=options.tokens if number else options.first,
@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--slots", type=int, default=8, help="experts a layer in memory (the built-in model has 32)")
     parser.add_argument("--pins", type=float, default=0.25)
+    parser.add_argument("--prompts", type=int, default=4, help="of each kind")
     parser.add_argument("--first", type=int, default=30, help="tokens generated after the first prompt")
     parser.add_argument("--tokens", type=int, default=60, help="and after each of the others")
     options = parser.parse_args()

@@ -20,7 +20,7 @@ from typing import Any
 from colibri_mp import Cluster
 from colibri_mp.checkpoint.hub import resolve
 
-PROMPT = "Once upon a time there was a king who lived in a castle by the sea, and every morning"
+PROMPT = [(7919 * i) % 1000 + 3 for i in range(16)]  # of token ids: not every checkpoint has a tokenizer
 
 
 @contextmanager

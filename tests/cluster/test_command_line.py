@@ -102,6 +102,14 @@ def test_too_small_ram_says_how_much_is_needed_and_for_what() -> None:
     refused(cli("plan", *SMALL, "--ram", str(needed - 100_000)), 4, "too small")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS does not keep to RLIMIT_AS")
+def test_limited_address_space() -> None:
+    """Under `ulimit -v` the plan refuses what a process could not map, in place of an abort in the middle of the start."""
+    command = " ".join([*COMMAND, "run", "--prompt-ids", "1", *SMALL])
+    done = subprocess.run(["sh", "-c", f"ulimit -v 1000000; {command}"], capture_output=True, text=True, timeout=60)
+    refused(done, 4, "coordinator needs", "`ulimit -v` (RLIMIT_AS) allows 1.02 GB")
+
+
 def test_missing_model() -> None:
     """A folder that does not exist is named."""
     refused(cli("run", "x", "--model", "/no/such/model"), 3, "/no/such/model")

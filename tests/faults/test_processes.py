@@ -1,5 +1,6 @@
 """Deaths of every process of a cluster: a named error within two seconds, and nothing left behind."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fake_machine import FakeMachine
 
 from colibri_mp import Cluster, rundir
 from colibri_mp.errors import ColibriError, CoordinatorDied, WorkerDied
@@ -66,17 +68,46 @@ def test_worker_killed_during_an_answer(how: signal.Signals, run_folder: Path) -
         nothing_left(processes, run_folder)
 
 
-def test_worker_killed_while_idle(run_folder: Path) -> None:
-    """An idle cluster notices too: the next request gets an error at once, and everything ends."""
-    with Cluster.launch(MODEL, **SETTINGS) as cluster:
+@pytest.mark.parametrize("is_guest", [False, True])
+def test_worker_killed_while_idle(is_guest: bool, run_folder: Path) -> None:
+    """An idle cluster notices too: the next request of its owner, or of a guest, gets the same error, and everything ends."""
+    with Cluster.launch(MODEL, **SETTINGS, name="idle") as cluster, contextlib.ExitStack() as stack:
+        client = stack.enter_context(Cluster.attach("idle")) if is_guest else cluster
         stats = cluster.stats()
         processes = family(stats["pid"])
-        os.kill(stats["workers"][0]["pid"], signal.SIGKILL)
+        victim = stats["workers"][0]["pid"]
+        os.kill(victim, signal.SIGKILL)
         started = time.monotonic()
-        with pytest.raises(ColibriError, match=r"worker 0|coordinator"):
-            cluster.generate([1, 2, 3], max_tokens=4)
+        with pytest.raises(WorkerDied, match=rf"worker 0 \(pid {victim}, layers 0\.\.1\) was killed by SIGKILL"):
+            client.generate([1, 2, 3], max_tokens=4)
         assert time.monotonic() - started < NOTICE_S
         nothing_left(processes, run_folder)
+
+
+def test_victim_of_the_out_of_memory_killer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker killed while the system's count of such kills rose: the error says so, and what to do."""
+    machine = FakeMachine(tmp_path)
+    monkeypatch.setenv("COLIBRI_MACHINE_ROOT", str(tmp_path))
+    with Cluster.launch(MODEL, **SETTINGS) as cluster:
+        victim = cluster.stats()["workers"][0]["pid"]
+        machine.set_kills(1)
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(
+            WorkerDied, match=r"worker 0 .* killed \(SIGKILL\), probably by the system's out-of-memory killer"
+        ):
+            cluster.generate([1, 2, 3], max_tokens=4)
+
+
+def test_coordinator_as_victim_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same when it is the coordinator that was chosen."""
+    machine = FakeMachine(tmp_path)
+    monkeypatch.setenv("COLIBRI_MACHINE_ROOT", str(tmp_path))
+    with Cluster.launch(MODEL, **SETTINGS) as cluster:
+        pid = cluster.stats()["pid"]
+        machine.set_kills(1)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(CoordinatorDied, match=r"coordinator .* killed \(SIGKILL\), probably by"):
+            cluster.generate([1, 2, 3], max_tokens=4)
 
 
 def test_worker_that_hangs(run_folder: Path) -> None:

@@ -22,8 +22,16 @@ def test_readings_see_an_allocation() -> None:
 def test_watch_keeps_the_peak() -> None:
     """The peak is that of the sum."""
     watch = MemoryWatch()
-    watch.sample([("me", os.getpid())])
+    watch.sample([("me", os.getpid())], lambda: 0)
     peak = watch.peak_bytes
-    watch.sample([("nobody", 2**22 + 1)])
-    assert watch.total_bytes == 0
+    watch.sample([("nobody", 2**22 + 1)], lambda: 0)
+    assert watch.last.total_bytes == 0
     assert watch.peak_bytes == peak > 0
+
+
+@pytest.mark.parametrize("readings", [(5, 7), (7, 5)])
+def test_pools_that_fill_during_a_sample_count_with_the_larger_figure(readings: tuple[int, int]) -> None:
+    """What the pools have taken meanwhile must not look like other memory."""
+    watch, pools = MemoryWatch(), iter(readings)
+    watch.sample([], lambda: next(pools))
+    assert watch.last.slab_bytes == 7

@@ -16,6 +16,8 @@ from colibri_mp.messages import (
     Failed,
     Generate,
     Message,
+    Resize,
+    Resized,
     Route,
     Routed,
     Sampling,
@@ -70,6 +72,12 @@ def test_prompt_kinds(prompt: str | list[int] | Conversation) -> None:
     """Text, ids and a conversation each arrive as what they were."""
     sent = Generate(1, prompt, 4, Sampling(temperature=0.5, seed=2**63), ("stop",))
     assert from_frames(received(sent)) == sent
+
+
+def test_sizes_of_pools() -> None:
+    """A size and its answer, above 4 GB too."""
+    for sent in (Resize(5 << 32), Resized(3, 5 << 32)):
+        assert from_frames(received(sent)) == sent
 
 
 def test_first_frame_is_stable() -> None:

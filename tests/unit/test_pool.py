@@ -83,6 +83,13 @@ def test_within_a_step_the_highest_id_is_most_recent(opened: Opened) -> None:
     assert opened.resident(2) == [3, 5, 7]
 
 
+def test_hits_and_misses_of_a_step_age_together(opened: Opened) -> None:
+    """The order is that of the ids, not that of arrival: a hit with a higher id outlives a miss of the same step."""
+    for experts in ([5], [7], [3, 7], [1], [2]):
+        opened.use(2, experts)
+    assert opened.resident(2) == [1, 2, 7]
+
+
 def test_layers_do_not_evict_each_other(opened: Opened) -> None:
     """Filling one layer leaves the other alone."""
     opened.use(2, [0, 1, 2])

@@ -256,6 +256,34 @@ def test_staged_expert_is_pinned_without_a_read(opened: Opened) -> None:
     assert opened.resident(5) == [2, 3, 4, 6, 7]
 
 
+def test_pin_has_no_place_while_everything_is_in_use(opened: Opened) -> None:
+    """A pin is read only into a slot that is free or can be evicted; nor is there one above the floor of a small pool."""
+    held = opened.pool.acquire(5, range(5))
+    assert not opened.load_pinned(5, 7)
+    for slot, generation in zip(held.miss_slots, held.generations, strict=True):
+        opened.pool.mark_ready(slot, generation)
+    opened.pool.release(held)
+    opened.pool.resize(0)
+    assert not opened.load_pinned(5, 7)
+    assert not opened.pool.pin(5, 4)
+    assert opened.resident(5) == [3, 4]
+
+
+def test_pin_in_use_can_be_unpinned_and_not_given_up(opened: Opened) -> None:
+    """What a step holds stays where it is, whether it is pinned or not."""
+    opened.use(5, [0, 1, 2, 3])
+    assert all(opened.pool.pin(5, expert) for expert in (0, 1))
+    held = opened.pool.acquire(5, [0, 1])
+    opened.pool.unpin(5, 0)
+    opened.pool.check_integrity()
+    opened.pool.resize(0)
+    opened.pool.check_integrity()
+    assert opened.pool.pinned(5) == [1]
+    assert {0, 1} <= set(opened.resident(5))
+    opened.pool.release(held)
+    opened.pool.check_integrity()
+
+
 def test_rounds_count_pins_once(opened: Opened) -> None:
     """Pinned experts of a union come in the first round and take no place in it; each round can be acquired."""
     opened.use(5, [0, 1, 2])
@@ -381,6 +409,22 @@ def test_slots_in_use_leave_when_they_are_released(opened: Opened) -> None:
 
 
 @linux_only
+def test_unfinished_reads_and_free_slots_leave_too(opened: Opened) -> None:
+    """Reads that outlive their step land in a smaller pool as far as it has place; what a failed read left goes at once."""
+    held = opened.pool.acquire(5, [0, 1, 2, 3])
+    opened.pool.release(held)
+    opened.pool.fail(held.miss_slots[3], held.generations[3])
+    assert committed_bytes(opened) == 4096 + 4 * SLAB
+    opened.pool.resize(0)
+    assert committed_bytes(opened) == 4096 + 3 * SLAB
+    for slot, generation in zip(held.miss_slots[:3], held.generations[:3], strict=True):
+        opened.pool.mark_ready(slot, generation)
+        opened.pool.check_integrity()
+    assert opened.resident(5) == [1, 2]
+    assert committed_bytes(opened) == 4096 + 2 * SLAB
+
+
+@linux_only
 def test_system_that_keeps_pages(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where pages cannot be given back the pool says that it still has them, and goes on."""
     fill(opened)
@@ -411,6 +455,15 @@ def test_recovery_keeps_pins_and_size_and_drops_staging(opened: Opened) -> None:
     assert [len(opened.use(layer, [0, 1]).misses) for layer in (2, 5)] == [1, 2]
     assert [len(opened.resident(layer)) for layer in (2, 5)] == [2, 3]
     assert committed_bytes(opened) <= 4096 + 17 * SLAB
+
+
+def test_recovery_drops_what_is_staged(opened: Opened) -> None:
+    """A staged expert is nobody's after the death of its writer, though its layer has room."""
+    opened.use(2, [0])
+    opened.stage(2, 7)
+    opened.reopen()
+    assert opened.resident(2) == [0]
+    assert opened.use(2, [7]).misses == [7]
 
 
 @linux_only

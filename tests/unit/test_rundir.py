@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from colibri_mp import rundir
-from colibri_mp.errors import ConfigError
+from colibri_mp.errors import ConfigError, WorkerDied
 from colibri_mp.rundir import ClusterInfo
 
 
@@ -28,6 +28,22 @@ def test_private_and_gone_after_use(base: Path) -> None:
     made.remove()
     assert list(base.iterdir()) == []
     assert rundir.find("one") is None
+
+
+def test_last_words_outlive_the_folder() -> None:
+    """Who opened the file in time reads the error after the folder is gone; the next cluster of the name starts silent."""
+    made = rundir.create("one")
+    with made.open_last_words() as file:
+        assert rundir.read_last_words(file) is None
+        made.leave_last_words(WorkerDied("worker 3 was killed"))
+        made.remove()
+        error = rundir.read_last_words(file)
+    assert isinstance(error, WorkerDied)
+    assert str(error) == "worker 3 was killed"
+    again = rundir.create("one")
+    with again.open_last_words() as file:
+        assert rundir.read_last_words(file) is None
+    again.remove()
 
 
 def test_name_in_use_is_refused() -> None:
