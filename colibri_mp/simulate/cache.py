@@ -33,14 +33,11 @@ class LayerCache:
 
     def visit(self, union: Sequence[int]) -> tuple[int, int]:
         """Use the experts of `union`; returns misses and evictions."""
-        self._filling.difference_update(union)  # a miss as any other, in the slot that it has
-        num_awaited = len(self._loading)
-        if num_awaited:
-            self._loading.difference_update(union)
-            num_awaited -= len(self._loading)
-        hold = self._hold if len(union) <= self._capacity(union) else self._hold_in_rounds
-        misses, evictions = hold(union)
-        return misses + num_awaited, evictions
+        if self._pinned or self._filling:
+            return self._visit_beside_others(union)
+        return self._hold(union) if len(union) <= self.num_slots else self._hold_in_rounds(union, [], self.num_slots)
+
+    # -- events --------------------------------------------------------------------------------------------------------
 
     def load(self, expert: int) -> None:
         """A read begins that ends with `pin`: it takes a slot, and a visit that needs the expert before waits for it."""
@@ -66,51 +63,74 @@ class LayerCache:
         if expert in self._pinned or expert in self._filling:
             self.drop(expert)
             self._policy.add(expert)
+            self._trim()
 
     def drop(self, expert: int) -> None:
-        """The pin is given up and its slot with it, or the read that was to end in a pin has failed."""
+        """The pin is given up and its slot with it, or the read has failed."""
         self._pinned.discard(expert)
         self._loading.discard(expert)
         self._filling.discard(expert)
 
     def resize(self, num_slots: int) -> None:
-        """Change the number of slots; what does not fit any more is evicted."""
+        """Change the number of slots; of what does not fit, that which may be evicted is, now or as soon as it may be."""
         self.num_slots = num_slots
-        self._make_room(0)
+        self._trim()
 
-    def _capacity(self, union: Sequence[int]) -> int:
-        """Slots that `union` may use."""
-        if not (self._pinned or self._filling):
-            return self.num_slots
-        return self.num_slots - len(self._filling) - len(self._pinned.difference(union))
+    # -- slots ---------------------------------------------------------------------------------------------------------
 
     def _make_room(self, num_slots: int) -> int:
         """Evict until `num_slots` are free; returns how many went."""
         num_evicted = len(self._policy) + len(self._pinned) + len(self._filling) + num_slots - self.num_slots
         if num_evicted > len(self._policy):
-            raise TraceError(f"{self.num_slots} slots cannot hold {len(self._pinned)} pins and {num_slots} more")
+            raise TraceError(
+                f"{self.num_slots} slots cannot hold {len(self._pinned)} pins, {len(self._filling)} reads under way and "
+                f"{num_slots} experts more"
+            )
         for _ in range(num_evicted):
             self._policy.evict()
         return max(0, num_evicted)
 
+    def _trim(self) -> None:
+        while len(self._policy) + len(self._pinned) + len(self._filling) > self.num_slots and len(self._policy):
+            self._policy.evict()
+
+    # -- visits --------------------------------------------------------------------------------------------------------
+
+    def _visit_beside_others(self, union: Sequence[int]) -> tuple[int, int]:
+        """A visit while pins and reads under way have slots; what it needs of these is there in the first round, and missed."""
+        num_awaited = len(self._loading)
+        self._loading.difference_update(union)
+        num_awaited -= len(self._loading)
+        capacity = self.num_slots - len(self._pinned) - len(self._filling)
+        taken_over = sorted(self._filling.intersection(union))
+        self._filling.difference_update(taken_over)
+        others = [e for e in union if e not in self._pinned and e not in taken_over]
+        if len(others) <= capacity:
+            misses, evictions = self._hold(sorted([*taken_over, *others]))
+        else:
+            misses, evictions = self._hold_in_rounds(others, taken_over, capacity)
+        return misses + num_awaited, evictions
+
     def _hold(self, union: Sequence[int]) -> tuple[int, int]:
         policy = self._policy
-        loose = [e for e in union if e not in self._pinned] if self._pinned else union
-        hits = [e for e in loose if e in policy]
+        hits = [e for e in union if e in policy]
         for expert in hits:
             policy.pop(expert)
-        num_evicted = self._make_room(len(loose))
-        for expert in loose:
+        num_evicted = self._make_room(len(union))
+        for expert in union:
             policy.add(expert)
-        return len(loose) - len(hits), num_evicted
+        return len(union) - len(hits), num_evicted
 
-    def _hold_in_rounds(self, union: Sequence[int]) -> tuple[int, int]:
-        """Pinned experts are there in each round; of the others the resident ones come first."""
-        loose = [e for e in union if e not in self._pinned]
-        order = [e for e in loose if e in self._policy] + [e for e in loose if e not in self._policy]
-        capacity = self.num_slots - len(self._pinned) - len(self._filling)
-        rounds = (sorted(order[start : start + capacity]) for start in range(0, len(order), capacity))
-        misses, evictions = zip(*(self._hold(part) for part in rounds), strict=True)
+    def _hold_in_rounds(self, union: Sequence[int], at_first: list[int], capacity: int) -> tuple[int, int]:
+        """Rounds of `capacity` experts, the resident ones first, those `at_first` beside the first round's."""
+        if capacity < 1:
+            raise TraceError(
+                f"{len(self._pinned)} pins and reads under way leave no slot of {self.num_slots} for a visit"
+            )
+        order = [e for e in union if e in self._policy] + [e for e in union if e not in self._policy]
+        parts = [order[start : start + capacity] for start in range(0, len(order), capacity)]
+        parts[0] = parts[0] + at_first
+        misses, evictions = zip(*(self._hold(sorted(part)) for part in parts), strict=True)
         return sum(misses), sum(evictions)
 
 
@@ -123,7 +143,10 @@ class BoundCache(LayerCache):
     def __init__(self, num_slots: int, unions: Unions) -> None:
         super().__init__(num_slots, Belady(unions))
 
-    def _hold_in_rounds(self, union: Sequence[int]) -> tuple[int, int]:
+    def visit(self, union: Sequence[int]) -> tuple[int, int]:
+        """As `LayerCache.visit`, for a union that does not fit without the rounds."""
+        if len(union) <= self.num_slots:
+            return self._hold(union)
         hits = [e for e in union if e in self._policy]
         for expert in hits:
             self._policy.pop(expert)
@@ -146,8 +169,9 @@ class PinningCache(LayerCache):
 
     def visit(self, union: Sequence[int]) -> tuple[int, int]:
         """As `LayerCache.visit`; pins afterwards, so that a pin costs no read of its own."""
-        if self._capacity(union) < len(union) <= self.num_slots:
-            for expert in sorted(self._pinned.difference(union))[: len(union) - self._capacity(union)]:
+        num_lacking = len(union) + len(self._pinned.difference(union)) - self.num_slots
+        if num_lacking > 0 and len(union) <= self.num_slots:
+            for expert in sorted(self._pinned.difference(union))[:num_lacking]:
                 self.unpin(expert)
         counts = super().visit(union)
         self._visits_to_learn -= 1

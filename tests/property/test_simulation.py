@@ -2,16 +2,17 @@
 
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import combinations
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from colibri_mp.errors import PoolError
 from colibri_mp.shm.layout import LayerSlots, pool_bytes
-from colibri_mp.shm.pool import ExpertPool
+from colibri_mp.shm.pool import ExpertPool, Held
 from colibri_mp.shm.segment import Segment, segment_name
 from colibri_mp.simulate.cache import POLICIES, LayerCache
 from colibri_mp.simulate.policies import PoolLru
@@ -36,15 +37,18 @@ def test_lru_is_the_pool(unions: list[list[int]], num_slots: int) -> None:
 
 OPERATIONS = st.one_of(
     st.tuples(st.just("visit"), st.sets(st.integers(0, NUM_EXPERTS - 1), min_size=1).map(sorted)),
-    st.tuples(st.sampled_from(["pin", "unpin", "load", "land", "fail"]), st.integers(0, NUM_EXPERTS - 1)),
+    st.tuples(st.sampled_from(["pin", "unpin", "load", "fill", "land", "fail"]), st.integers(0, NUM_EXPERTS - 1)),
     st.tuples(st.just("resize"), st.integers(1, NUM_EXPERTS)),
 )
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(OPERATIONS, min_size=1, max_size=60), st.integers(2, NUM_EXPERTS))
+@example(
+    [("fill", 3), ("visit", [0, 1, 2, 3, 4, 5]), ("visit", [2])], 3
+)  # a read is taken over by the first of several rounds
 def test_pins_and_sizes_are_the_pools(operations: list[tuple[str, Any]], num_slots: int) -> None:
-    """The same with the events of a trace between the visits: reads for pins that land or fail, pins, and sizes."""
+    """The same with the events of a trace between the visits: reads for pins and for free slots that land or fail, pins, and sizes."""
     with both(num_slots, floor=2) as pair:
         for name, value in operations:
             getattr(pair, name)(value)
@@ -55,21 +59,27 @@ class Both:
 
     def __init__(self, pool: ExpertPool, num_slots: int) -> None:
         self.pool, self.simulated = pool, LayerCache(num_slots, PoolLru())
-        self.reads: dict[int, tuple[int, int]] = {}  # expert -> slot and generation of the read for its pin
+        # Reads beside the visits, by expert: slot, generation, and what a read for a free slot holds until its end.
+        self.reads: dict[int, tuple[int, int, Held | None]] = {}
 
     def visit(self, union: list[int]) -> None:
-        """As a worker makes it: what is under way is waited for."""
-        misses = evictions = 0
-        for part in self.pool.rounds(LAYER, union):
-            held = self.pool.acquire(LAYER, part)
-            for expert in held.pending:
-                self.pool.mark_ready(*self.reads.pop(expert))
-            for slot, generation in zip(held.miss_slots, held.generations, strict=True):
-                self.pool.mark_ready(slot, generation)
-            self.pool.release(held)
-            misses += len(held.misses) + len(held.pending)
-            evictions += held.num_evicted
-        assert self.simulated.visit(union) == (misses, evictions)
+        """As a worker makes it: what is under way is waited for. Nothing happens where reads take all slots."""
+        with suppress(PoolError):
+            rounds = self.pool.rounds(LAYER, union)
+            counts = [self.acquire(part) for part in rounds]
+            assert self.simulated.visit(union) == tuple(map(sum, zip(*counts, strict=True)))
+
+    def acquire(self, part: list[int]) -> tuple[int, int]:
+        held = self.pool.acquire(LAYER, part)
+        for expert in held.pending:
+            slot, generation, own = self.reads.pop(expert)
+            self.pool.mark_ready(slot, generation)
+            if own is not None:
+                self.pool.release(own)
+        for slot, generation in zip(held.miss_slots, held.generations, strict=True):
+            self.pool.mark_ready(slot, generation)
+        self.pool.release(held)
+        return len(held.misses) + len(held.pending), held.num_evicted
 
     def pin(self, expert: int) -> None:
         if self.pool.pin(LAYER, expert):
@@ -83,27 +93,40 @@ class Both:
     def load(self, expert: int) -> None:
         read = self.pool.load_pinned(LAYER, expert)
         if read is not None:
-            self.reads[expert] = read
+            self.reads[expert] = (*read, None)
             self.simulated.load(expert)
+
+    def fill(self, expert: int) -> None:
+        if self.pool.num_free(LAYER) < 1 or self.pool.residency(LAYER)[expert] or expert in self.reads:
+            return
+        held = self.pool.acquire(LAYER, [expert])
+        self.reads[expert] = (held.miss_slots[0], held.generations[0], held)
+        self.simulated.fill(expert)
 
     def land(self, _: int) -> None:
         if self.reads:
-            expert, read = self.reads.popitem()
-            self.pool.mark_ready(*read)
-            self.simulated.pin(expert)
+            expert, (slot, generation, own) = self.reads.popitem()
+            self.pool.mark_ready(slot, generation)
+            if own is None:
+                self.simulated.pin(expert)
+            else:
+                self.pool.release(own)
+                self.simulated.unpin(expert)
 
     def fail(self, _: int) -> None:
         if self.reads:
-            expert, read = self.reads.popitem()
-            self.pool.fail(*read)
+            expert, (slot, generation, own) = self.reads.popitem()
+            self.pool.fail(slot, generation)
+            if own is not None:
+                self.pool.release(own)
             self.simulated.drop(expert)
 
     def resize(self, num_slots: int) -> None:
         before = self.pool.pinned(LAYER)
-        usable = self.pool.resize(num_slots * SLAB_BYTES) // SLAB_BYTES
+        self.pool.resize(num_slots * SLAB_BYTES)
         for expert in set(before).difference(self.pool.pinned(LAYER)):
             self.simulated.drop(expert)
-        self.simulated.resize(usable)
+        self.simulated.resize(self.pool.limits()[LAYER])
 
 
 @contextmanager

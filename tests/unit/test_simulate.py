@@ -155,9 +155,10 @@ def test_impossible_events_and_empty_traces_are_refused(tmp_path: Path) -> None:
     writer.start_step(1, 1, 0)
     writer.add_layer(0, np.array([[0, 1]], np.int32), 2, StepCounters(misses=2), 1e-3)
     writer.add_event(PIN, 0, 0)
-    writer.add_event(RESIZE, 0, 0)
+    writer.add_event(RESIZE, 0, 1)
+    writer.add_event(PIN, 0, 2)
     writer.close()
-    with pytest.raises(TraceError, match="0 slots cannot hold 1 pins"):
+    with pytest.raises(TraceError, match="1 slots cannot hold 1 pins"):
         simulated(read_trace(tmp_path / "t"), [2], ["lru"])
 
 

@@ -89,8 +89,25 @@ def test_expert_that_is_being_read_for_a_pin_is_missed_once() -> None:
     assert cache.visit([5]) == (1, 0)
 
 
+def test_reads_into_free_slots() -> None:
+    """Such a read has its slot; a visit that needs the expert before takes it over, as a miss that evicts nothing."""
+    cache = LayerCache(3, PoolLru())
+    cache.fill(4)
+    cache.fill(5)
+    assert cache.visit([0, 5]) == (2, 0)
+    assert cache.visit([1]) == (1, 1)  # 0 goes: 4 is still being read
+    cache.unpin(4)
+    cache.unpin(5)  # which a visit has taken over: nothing happens
+    assert cache.visit([1, 4, 5]) == (0, 0)
+    assert cache.visit([2]) == (1, 1)
+    other = LayerCache(3, PoolLru())
+    other.fill(3)
+    assert other.visit([0, 1, 2, 3, 4, 5]) == (6, 3)  # rounds 0 1 3, 2 4 and 5
+    assert other.visit([2, 4, 5]) == (0, 0)
+
+
 def test_sizes_change() -> None:
-    """The least recent go when slots are taken away, and pins cannot be squeezed out."""
+    """The least recent go when slots are taken away; pins stay, and a visit that has no slot beside them is impossible."""
     cache = LayerCache(4, PoolLru())
     cache.visit([0, 1, 2, 3])
     cache.resize(2)
@@ -98,8 +115,12 @@ def test_sizes_change() -> None:
     cache.resize(3)
     assert cache.visit([0]) == (1, 0)
     cache.pin(0)
-    with pytest.raises(TraceError, match="0 slots cannot hold 1 pins"):
-        cache.resize(0)
+    cache.resize(1)
+    assert cache.visit([0]) == (0, 0)
+    with pytest.raises(TraceError, match="1 pins and reads under way leave no slot of 1"):
+        cache.visit([2])
+    with pytest.raises(TraceError, match="1 slots cannot hold 1 pins, 0 reads under way and 1 experts more"):
+        cache.load(5)
 
 
 def test_learned_pins_stay_after_the_first_part() -> None:
