@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from colibri_mp.errors import ConfigError
 
-Lookahead = Literal["auto", "off", "measure", "on"]
+Lookahead = Literal["auto", "off", "measure", "advise", "on"]
 IoMode = Literal["buffered", "direct", "drop"]
 """How experts are read: through the page cache, past it, or through it giving the pages back right after."""
 Verify = Literal["first", "off", "always"]
@@ -115,8 +115,10 @@ class LaunchConfig:
     lookahead: Lookahead = _setting(
         "auto",
         "predict the experts of the next layers and read them while the disk is idle: always (on), while that is found to be "
-        "faster here (auto), only to measure how well it predicts (measure), or never (off)",
-        choices=("auto", "off", "measure", "on"),
+        "faster here (auto), "
+        "only to measure how well it predicts (measure), only advise the system to read them into its page cache (advise), "
+        "or never (off)",
+        choices=("auto", "off", "measure", "advise", "on"),
     )
     lookahead_width: int = _setting(
         0, "experts predicted for each token (0: as many as the model uses)", least=0, most=64, metavar="N"

@@ -337,6 +337,7 @@ def worker_configs(
                 verify=config.verify,
                 planes=config.planes,
                 staging=share.num_staging,
+                advises=config.lookahead == "advise",
             )
         )
     return configs

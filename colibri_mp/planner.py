@@ -181,7 +181,7 @@ class _Draft:
     def num_staging(self) -> int:
         """Slots of each slab size for reads ahead, where there are any."""
         config = self.config
-        if config.lookahead in ("off", "measure"):
+        if config.lookahead in ("off", "measure", "advise"):
             return 0
         return (config.lookahead_width or self.model.router.top_k) * config.lookahead_distance
 

@@ -65,7 +65,8 @@ class Tiers:
     ) -> Lookahead | None:  # fmt: skip
         """None where nothing would come of it: switched off, or no staging, as where every expert is in memory."""
         has_staging = any(share.num_staging for share in plan.workers)
-        if config.lookahead == "off" or (config.lookahead != "measure" and not has_staging):
+        has_use = {"off": False, "measure": True, "advise": plan.resident_share < 1}.get(config.lookahead, has_staging)
+        if not has_use:
             return None
         send = supervisor.hint if config.lookahead != "measure" else None
         width, distance = config.lookahead_width, config.lookahead_distance

@@ -97,6 +97,11 @@ class ExpertCopies:
         for wanted in ranges:
             self._copies[copy_idx].forget(wanted)
 
+    def advise(self, ranges: Sequence[FileRange]) -> None:
+        """Have the system read these ranges of the first copy into its page cache."""
+        for wanted in ranges:
+            self._copies[0].advise(wanted)
+
     def describe_place(self, wanted: FileRange) -> str:
         """File and offset, for messages."""
         return f"offset {wanted.offset} of {self._copies[0].paths[wanted.file_idx]}"

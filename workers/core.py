@@ -59,6 +59,12 @@ class WorkerConfig:
     planes: int = 3
     read_timeout_s: float = 60.0
     staging: int = 0
+    advises: bool = False
+
+    @property
+    def takes_hints(self) -> bool:
+        """Whether hints may come: to read ahead into `staging` slots, or to advise the system."""
+        return self.advises or self.staging > 0
 
     def describe_layers(self) -> str:
         """Which layers this worker owns, for messages."""
@@ -223,8 +229,15 @@ class Worker:
 
     def hint(self, layer: int, experts: Iterable[int]) -> None:
         """Read ahead what `layer` will probably need soon, the likeliest first; nothing waits for it."""
-        if layer in self._layers:
+        if layer not in self._layers:
+            return
+        if not self.config.advises:
             self._background.hint(layer, experts)
+            return
+        residency = self._pool.residency(layer)
+        for expert in experts:
+            if not residency[expert]:
+                self._streamer.advise(layer, expert)
 
     def keep(self, wishes: Iterable[Wish], let_go: Iterable[tuple[int, int]]) -> None:
         """Have these experts in memory when there is time to read them; let pins be evicted again."""

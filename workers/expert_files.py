@@ -134,6 +134,10 @@ class ExpertFiles:
             end = -(-(wanted.offset + wanted.nbytes) // ALIGNMENT) * ALIGNMENT
             os.posix_fadvise(self._files[wanted.file_idx].fd, start, end - start, os.POSIX_FADV_DONTNEED)
 
+        def advise(self, wanted: FileRange) -> None:
+            """Have the system read a range into its page cache, without waiting for it."""
+            os.posix_fadvise(self._files[wanted.file_idx].fd, wanted.offset, wanted.nbytes, os.POSIX_FADV_WILLNEED)
+
         def is_cached(self, wanted: FileRange) -> bool:
             """Whether the page cache has the middle of a range; False where the file system does not tell."""
             middle = wanted.offset + wanted.nbytes // 2
@@ -146,6 +150,9 @@ class ExpertFiles:
 
         def forget(self, wanted: FileRange) -> None:
             """Nothing: this system does not take such advice."""
+
+        def advise(self, wanted: FileRange) -> None:
+            """Nothing either."""
 
         def is_cached(self, _wanted: FileRange) -> bool:
             """Whether the page cache has the middle of a range: this system does not tell, so it must be supposed."""

@@ -107,6 +107,11 @@ class ExpertReader:
         self.finish(layer, expert, slab, scratch, doubt)
         return nbytes
 
+    def advise(self, layer: int, expert: int) -> None:
+        """Have the system read an expert into its page cache, from the first copy."""
+        for task in self._plans[layer].tasks(expert):
+            self.copies.advise(task.ranges)
+
     def counters(self) -> StreamCounters:
         """A copy of the totals."""
         return replace(

@@ -107,7 +107,7 @@ class _Inbox:
     def look_beside(self) -> None:
         """In a step, before it computes: report what happened before it, and take the hints that have come; the rest waits for `next`."""
         _report(self._worker, self._link)
-        if not self._worker.config.staging:
+        if not self._worker.config.takes_hints:
             return
         while (message := self._receive()) is not None:
             if not isinstance(message, Hint):

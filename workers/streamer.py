@@ -86,6 +86,10 @@ class Streamer:
         del self._background[tag]
         return True
 
+    def advise(self, layer: int, expert: int) -> None:
+        """Have the system read an expert into its page cache; of no use, and no harm, where reads go past it."""
+        self._reader.advise(layer, expert)
+
     def landed(self, timeout_s: float) -> list[Landed]:
         """All reads that have ended, in the order they did; waits for the first. Empty after `timeout_s` seconds."""
         found: list[Landed] = []

@@ -169,6 +169,20 @@ def test_pins_that_a_smaller_pool_gives_up_are_told(model: Model) -> None:
         }
 
 
+def test_advice_is_for_the_page_cache(model: Model) -> None:
+    """Hints of what is not in memory become advice to the system: nothing is staged, and the bits are the same."""
+    advised: list[tuple[int, int]] = []
+    batch = experts_of([0, 1, 2])
+    with running(model.config(TOP_K, advises=True)) as worker:
+        expected = run_step(worker, LAYER, batch)[0].tobytes()
+        advise = worker._streamer.advise
+        worker._streamer.advise = lambda layer, expert: (advised.append((layer, expert)), advise(layer, expert))[1]  # type: ignore[method-assign]
+        worker.hint(LAYER, [2, 3, 7])
+        assert advised == [(LAYER, 3), (LAYER, 7)]
+        assert not worker._reads
+        assert run_step(worker, LAYER, batch)[0].tobytes() == expected
+
+
 def test_hints_of_other_layers_are_nothing(model: Model) -> None:
     """A worker is asked about its own layers only; experts that do not exist are an error of the caller."""
     with running(model.config(TOP_K, staging=2)) as worker:
