@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -19,6 +20,9 @@ GOLDEN = Path(__file__).parent / "golden"
 @pytest.fixture(scope="session", autouse=True)
 def run_folder() -> Iterator[Path]:
     """Clusters of the tests live in a short-named folder apart from the user's."""
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a background job ignores it, and so would child processes
     resource_tracker.ensure_running()  # it lives to the end, so it must not start in the middle of a test
     folder = Path(tempfile.mkdtemp(prefix="cmp-"))
     os.environ["COLIBRI_RUN_DIR"] = str(folder)
