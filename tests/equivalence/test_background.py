@@ -89,7 +89,7 @@ def test_results_have_the_same_bits(model: Model) -> None:
 def test_late_hints_are_waited_for_and_stale_ones_called_off(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step takes over the reads that it needs, with their rank; those that have not begun and are not needed never begin."""
     preadv = os.preadv
-    monkeypatch.setattr(expert_files.os, "preadv", lambda *wanted: (time.sleep(0.01), preadv(*wanted))[1])
+    monkeypatch.setattr(expert_files.os, "preadv", lambda *wanted: (time.sleep(0.1), preadv(*wanted))[1])
     with running(model.config(TOP_K, staging=8)) as worker:
         worker.hint(LAYER, [0, 1, 2, 3, 4, 5, 6, 7])
         _, counters = run_step(worker, LAYER, experts_of([0, 6, 7]))
@@ -125,7 +125,7 @@ def test_wishes_fill_free_slots_and_pin(model: Model) -> None:
 def test_a_step_takes_over_what_a_wish_reads(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that needs an expert that is just being read for a wish waits for that read."""
     preadv = os.preadv
-    monkeypatch.setattr(expert_files.os, "preadv", lambda *wanted: (time.sleep(0.02), preadv(*wanted))[1])
+    monkeypatch.setattr(expert_files.os, "preadv", lambda *wanted: (time.sleep(0.1), preadv(*wanted))[1])
     with running(model.config(6)) as worker:
         worker.keep([Wish(LAYER, 0, False), Wish(LAYER, 1, True)], [])
         _, counters = run_step(worker, LAYER, experts_of([0, 1, 2]))
@@ -149,7 +149,7 @@ def test_reads_ahead_that_fail_hurt_nobody(model: Model, monkeypatch: pytest.Mon
         wait_for(worker, lambda: not worker._reads and not worker._background.num_waiting)
         monkeypatch.setattr(expert_files.os, "preadv", preadv)
         events = report(worker).events
-        assert [event.value for event in events if event.kind == "drop"] == [2, 3]
+        assert sorted(event.value for event in events if event.kind == "drop") == [2, 3]
         _, counters = run_step(worker, LAYER, experts_of([0, 1, 2]))
         assert (counters.hits, counters.misses, counters.promoted) == (0, 3, 0)
 
