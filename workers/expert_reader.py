@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -26,8 +25,8 @@ from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.config import Verify
 from colibri_mp.errors import ReadError
 from colibri_mp.formats import Encoding
-from colibri_mp.workers.copies import ExpertCopies
-from colibri_mp.workers.expert_files import FileChanged, buffer_bytes
+from colibri_mp.workers.copies import CopyRead, ExpertCopies
+from colibri_mp.workers.expert_files import buffer_bytes
 from colibri_mp.workers.read_meter import ReadMeter, StreamCounters
 from colibri_mp.workers.read_plan import LayerPlan, MatrixRows, ReadTask
 
@@ -35,7 +34,6 @@ Bytes = NDArray[np.uint8]
 Packer = Callable[[Encoding, int, int, Sequence[Bytes], Bytes], None]
 """`kernels.layout.pack`: encoding, rows, cols, stored parts (uint8), packed output (uint8); releases the lock."""
 
-CACHED_BYTES = 256 << 10
 _log = logging.getLogger(__name__)
 
 
@@ -47,14 +45,6 @@ def scratch_bytes(layers: Sequence[ExpertLayer], num_threads: int) -> int:
 def checksum(slab: Bytes) -> int:
     """xxh3-64 of all bytes of a slab."""
     return xxhash.xxh3_64_intdigest(slab.data)
-
-
-class TaskResult(NamedTuple):
-    """Bytes read by one task; `doubt` as in `CopyRead`; `digest`: the slab's checksum, if the task was all of it."""
-
-    nbytes: int
-    doubt: FileChanged | None
-    digest: int | None = None
 
 
 class ExpertReader:
@@ -76,13 +66,12 @@ class ExpertReader:
         """Tasks that an expert of `layer` is cut into."""
         return self._plans[layer].num_tasks
 
-    def run_task(self, layer: int, expert: int, task_idx: int, slab: Bytes, scratch: memoryview) -> TaskResult:
+    def run_task(self, layer: int, expert: int, task_idx: int, slab: Bytes, scratch: memoryview) -> CopyRead:
         """Read and pack one part of an expert into its place in `slab` (uint8 [slab_bytes]).
 
         Raises `ReadError` that names layer and expert.
         """
-        plan = self._plans[layer]
-        task = plan.task(expert, task_idx)
+        task = self._plans[layer].task(expert, task_idx)
         try:
             with self.meter.reading(len(task.ranges)) as reading:
                 found = self.copies.read(task.ranges, self._target(task, slab, scratch))
@@ -90,11 +79,11 @@ class ExpertReader:
         except ReadError as exc:
             raise _named(layer, expert, exc) from exc
         started = time.perf_counter()
-        digest = self._pack_task(task, slab, scratch, plan.num_tasks == 1 and self._is_to_check(plan, expert))
+        self._pack_task(task, slab, scratch)
         self.meter.add_pack(time.perf_counter() - started)
-        return TaskResult(found.nbytes, found.doubt, digest)
+        return found
 
-    def finish(self, layer: int, expert: int, slab: Bytes, scratch: memoryview, results: Sequence[TaskResult]) -> None:
+    def finish(self, layer: int, expert: int, slab: Bytes, scratch: memoryview, results: Sequence[CopyRead]) -> None:
         """Complete a slab whose tasks have all been run, with these `results`, in any order.
 
         Raises `ReadError` if the checksum is wrong, or if there is a doubt and no checksum.
@@ -106,7 +95,7 @@ class ExpertReader:
             if doubt is not None:
                 raise _named(layer, expert, doubt) from doubt
         elif doubt is not None or self._is_to_check(plan, expert):
-            self._check(plan, expert, slab, scratch, results[0].digest)
+            self._check(plan, expert, slab, scratch, int(plan.layer.checksums[expert]))
             self._verified[layer][expert] = True
 
     def read(self, layer: int, expert: int, slab: Bytes, scratch: memoryview) -> int:
@@ -138,15 +127,13 @@ class ExpertReader:
             return scratch
         return slab.data[task.slab_offset : task.slab_offset + task.ranges[0].nbytes]
 
-    def _pack_task(self, task: ReadTask, slab: Bytes, scratch: memoryview, with_digest: bool = False) -> int | None:
-        """Bring what a task has read to its place in the slab; the checksum of a packed part, if asked."""
+    def _pack_task(self, task: ReadTask, slab: Bytes, scratch: memoryview) -> None:
+        """Bring what a task has read to its place in the slab."""
         for matrix, part_offsets in zip(task.matrices, task.part_offsets, strict=True):
             self._pack_rows(matrix, part_offsets, scratch, slab)
-        if task.slab_offset is None or self.copies.in_place:
-            return None
-        nbytes = task.ranges[0].nbytes
-        part = slab[task.slab_offset : task.slab_offset + nbytes]
-        return _copy(np.frombuffer(scratch, np.uint8, count=nbytes), part, with_digest)
+        if task.slab_offset is not None and not self.copies.in_place:
+            nbytes = task.ranges[0].nbytes
+            slab[task.slab_offset : task.slab_offset + nbytes] = np.frombuffer(scratch, np.uint8, count=nbytes)
 
     def _pack_rows(self, matrix: MatrixRows, part_offsets: tuple[int, ...], scratch: memoryview, slab: Bytes) -> None:
         parts = [
@@ -164,11 +151,9 @@ class ExpertReader:
             return False
         return self._verify == "always" or not self._verified[plan.layer.layer][expert]
 
-    def _check(self, plan: LayerPlan, expert: int, slab: Bytes, scratch: memoryview, digest: int | None) -> None:
-        """Compare the slab's checksum, `digest` if it is known; if it is wrong, read the expert again, from each copy."""
-        assert plan.layer.checksums is not None
-        expected = int(plan.layer.checksums[expert])
-        found = checksum(slab) if digest is None else digest
+    def _check(self, plan: LayerPlan, expert: int, slab: Bytes, scratch: memoryview, expected: int) -> None:
+        """Compare the slab's checksum; if it is wrong, read the expert again, from each copy."""
+        found = checksum(slab)
         self.meter.add_check(found == expected)
         if found == expected:
             return
@@ -199,16 +184,3 @@ class ExpertReader:
 
 def _named(layer: int, expert: int, error: ReadError) -> ReadError:
     return ReadError(f"layer {layer}, expert {expert}: {error}")
-
-
-def _copy(source: Bytes, target: Bytes, with_digest: bool) -> int | None:
-    """Copy, and take the checksum on the way, piece by piece, while each is in the processor's cache."""
-    if not with_digest:
-        target[:] = source
-        return None
-    digest = xxhash.xxh3_64()
-    for start in range(0, len(source), CACHED_BYTES):
-        piece = target[start : start + CACHED_BYTES]
-        piece[:] = source[start : start + CACHED_BYTES]
-        digest.update(piece.data)
-    return digest.intdigest()

@@ -21,7 +21,7 @@ from colibri_mp.formats import Encoding
 from colibri_mp.kernels.layout import ExpertShape, packed_bytes
 
 TASK_BYTES = 5 << 18  # with gaps and alignment it stays below 2 MiB, one huge page of scratch memory a thread
-PACKED_TASK_BYTES = 4 << 20
+PACKED_TASK_BYTES = 2 << 20
 GAP_BYTES = 64 << 10  # a gap below this is read through: cheaper than another request
 ALIGNMENT = 4096  # of offset, length and memory in direct mode
 ROW_BLOCK = 16

@@ -14,8 +14,9 @@ import time
 from dataclasses import dataclass
 
 from colibri_mp.errors import ReadError
+from colibri_mp.workers.copies import CopyRead
 from colibri_mp.workers.expert_files import aligned_buffer
-from colibri_mp.workers.expert_reader import Bytes, ExpertReader, TaskResult
+from colibri_mp.workers.expert_reader import Bytes, ExpertReader
 from colibri_mp.workers.read_meter import StreamCounters
 from colibri_mp.workers.task_queue import QueuedRead, TaskQueue
 
@@ -42,7 +43,7 @@ class _Read(QueuedRead):
         super().__init__(num_tasks, background)
         self.tag, self.layer, self.expert, self.slab = tag, layer, expert, slab
         self.num_left = num_tasks
-        self.results: list[TaskResult] = []
+        self.results: list[CopyRead] = []
         self.error: Exception | None = None
 
 
@@ -138,7 +139,7 @@ class Streamer:
 
     def _run(self, read: _Read, task_idx: int, scratch: memoryview) -> None:
         """One task, and the end of the read if it is the last one. Whatever goes wrong is the read's error."""
-        results: list[TaskResult] = []
+        results: list[CopyRead] = []
         error: Exception | None = None
         try:
             if self._is_closing:

@@ -28,9 +28,9 @@ from colibri_mp.errors import ReadError
 from colibri_mp.formats import Encoding
 from colibri_mp.kernels.layout import pack
 from colibri_mp.workers import read_plan
-from colibri_mp.workers.copies import Copy, ExpertCopies
+from colibri_mp.workers.copies import Copy, CopyRead, ExpertCopies
 from colibri_mp.workers.expert_files import aligned_buffer, buffer_bytes
-from colibri_mp.workers.expert_reader import ExpertReader, Packer, TaskResult, scratch_bytes
+from colibri_mp.workers.expert_reader import ExpertReader, Packer, scratch_bytes
 from colibri_mp.workers.read_plan import ALIGNMENT, GAP_BYTES, LayerPlan
 from colibri_mp.workers.streamer import Landed, Streamer
 
@@ -283,10 +283,10 @@ class HeldReader:
     def num_tasks(self, layer: int) -> int:
         return 2
 
-    def run_task(self, layer: int, expert: int, task_idx: int, slab: Bytes, scratch: memoryview) -> TaskResult:
+    def run_task(self, layer: int, expert: int, task_idx: int, slab: Bytes, scratch: memoryview) -> CopyRead:
         self.begun.put(expert)
         assert self.may_end[expert].wait(20)
-        return TaskResult(100, None)
+        return CopyRead(100, None)
 
     def finish(self, *_: object) -> None: ...
 
