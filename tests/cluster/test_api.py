@@ -101,8 +101,9 @@ def test_statistics_add_up(cluster: Cluster) -> None:
     before = cluster.stats()["cache"]
     answer = greedy(cluster, PROMPTS[3], max_tokens=6)
     stats = cluster.stats()
-    asked = sum(stats["cache"][name] - before[name] for name in ("hits", "misses"))
-    assert asked == answer.stats["cache"]["hits"] + answer.stats["cache"]["misses"] == 6 * 4 * 2  # steps, layers, top-k
+    kinds = ("hits", "promoted", "misses")
+    asked = sum(stats["cache"][name] - before[name] for name in kinds)
+    assert asked == sum(answer.stats["cache"][name] for name in kinds) == 6 * 4 * 2  # steps, layers, top-k
     assert 0 < stats["memory"]["used_bytes"] <= stats["memory"]["budget_bytes"]
     assert [worker["layers"] for worker in stats["workers"]] == ["layers 0..1", "layers 2..3"]
 
