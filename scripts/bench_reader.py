@@ -11,7 +11,8 @@ speed drifts, or that grants bursts, treats all alike.
     plain     sequential direct reads as large as an expert, `depth` at a time, into ordinary memory (as `fio` reads)
     huge      the same into huge pages, which a disk may fill faster: the most that it can give
 
-No expert is read twice while there are others; before buffered rounds the system forgets the files, so all figures are cold.
+No expert is read twice while there are others, and before each round the system forgets the files, so all figures are cold;
+`from_disk` checks it: the share of the reader's bytes that the system fetched from the disk (1: all of them).
 All files are read once before the first round: whatever lies below this system (a host's cache, a disk's) knows all of them
 alike then, and what is compared is the way of reading.
 `--io auto` reads as a launch without page cache would (direct reads where they are faster, through a buffer where that is).
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 from bench_model import ForeignCpu, forget_pages
 
 from colibri_mp.checkpoint.experts import ExpertLayer
@@ -55,22 +57,26 @@ TIMEOUT_S = 30.0
 
 
 class Rate(NamedTuple):
-    """One measurement: GB/s and cores of this process in use."""
+    """One measurement: GB/s, cores of this process in use, and the share of the bytes that came from the disk."""
 
     gb_s: float
     cores: float
+    from_disk: float
 
 
 class Stopwatch:
-    """Wall and CPU time since it was made."""
+    """Wall and CPU time, and what this process has fetched from disks, since it was made."""
 
     def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._fetched = self._process.io_counters().read_bytes
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def rate(self, nbytes: int) -> Rate:
         """Speed at which `nbytes` were read since."""
-        wall = time.perf_counter() - self._wall
-        return Rate(nbytes / wall / 1e9, (time.process_time() - self._cpu) / wall)
+        wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
+        fetched = self._process.io_counters().read_bytes - self._fetched
+        return Rate(nbytes / wall / 1e9, cpu / wall, fetched / nbytes)
 
 
 class PlainReads:
@@ -190,8 +196,7 @@ def measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
         sides["reader"].run(1)  # the packing kernel is loaded
         rows = []
         for _ in range(args.rounds):
-            if copy.mode != "direct":
-                forget_pages(Path(model))
+            forget_pages(Path(model))
             rows.append(run_round(sides, args.amount, rng))
         del slabs, sides
     head = {"model": model, "packed": layers[0].is_packed, "read_bytes": read_bytes, "depth": args.depth}
@@ -211,6 +216,7 @@ def run_round(sides: dict[str, Any], amount: int, rng: random.Random) -> Row:
     row = {f"{name}_gb_s": value for name, value in sorted(speed.items())}
     row |= {"of_plain": speed["reader"] / speed["plain"], "of_huge": speed["reader"] / speed["huge"]}
     row |= {"reader_cores": rates["reader"].cores, "foreign_cores": others.cores()}
+    row |= {"from_disk": rates["reader"].from_disk}
     print(" ".join(f"{name} {value:5.2f}" for name, value in row.items()), flush=True)
     return row
 

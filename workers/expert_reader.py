@@ -5,10 +5,9 @@
     task 2  read ─ pack ─┘                                                                     still wrong: ReadError
 
 The tasks of an expert may be done by several threads, each with its own scratch buffer; `finish` comes after all of them.
-A packed layer is read in place, or through scratch where that is
-much faster. With `verify` "first" an expert is checked when it is read for the first time in this
-process, and whenever its file has been written to; with "always", at each read; with "off", never. Experts without
-checksums are taken as they are, and refused if their file has been written to.
+A packed layer is read in place, or through scratch where that is much faster. With `verify` "first" an expert is checked
+when it is read for the first time in this process, and whenever its file has been written to; with "always", at each
+read; with "off", never. Experts without checksums are taken as they are, and refused if their file has been written to.
 """
 
 import contextlib
