@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from colibri_mp.constraints import Compiled
 from colibri_mp.errors import ProtocolError
 from colibri_mp.mailbox import Mailbox
 from colibri_mp.messages import Cancel, Generate, GetStatus, Message, Score, Shutdown, Status
@@ -30,7 +31,7 @@ class ClientGone:
     client: bytes
 
 
-Command: TypeAlias = tuple[bytes, Generate | Score | Cancel | Shutdown] | ClientGone
+Command: TypeAlias = tuple[bytes, Generate | Score | Cancel | Shutdown] | ClientGone | Compiled
 
 
 class ControlEndpoint:

@@ -56,6 +56,17 @@ class Tokenizer:
         return Tokenizer(backend, config, chat_template.find_templates(folder, config))
 
     @property
+    def vocab_size(self) -> int:
+        """Ids from 0 on, added tokens included; a model may have more rows of logits."""
+        ids: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return max(ids.values()) + 1
+
+    def to_json(self) -> str:
+        """The tokenizer as the text of a tokenizer.json."""
+        text: str = self._backend.to_str()
+        return text
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether the checkpoint says how a chat is written."""
         return bool(self._templates)
