@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from colibri_mp.errors import ColibriError, RequestError
 from colibri_mp.messages import Conversation, Failed, Finished, Floats, Generate, Message, Piece, Prompt, Score, Scores
 from colibri_mp.sampling import Sampler, resolve
-from colibri_mp.scheduler import Rows, Scheduler, Sequence
+from colibri_mp.scheduler import Look, Rows, Scheduler, Sequence
 from colibri_mp.stopping import StopStrings
 from colibri_mp.tokenizer import StreamDecoder, Tokenizer
 
@@ -27,8 +27,8 @@ class Model(Protocol):
     vocab_size: int
     max_logit_rows: int
 
-    def forward(self, rows: list[Rows]) -> Floats:
-        """Logits float32 [R, V] of the last `num_logits` rows of each part, in order."""
+    def forward(self, rows: list[Rows], look: Look) -> Floats:
+        """Logits float32 [R, V] of the last `num_logits` rows of each part that is left at the end, in order."""
 
     def cache_counters(self) -> dict[str, float]:
         """Monotonic totals: hits, misses, bytes_read, disk_s."""
@@ -82,6 +82,8 @@ class Engine:
         self._emit = emit
         self._requests: dict[tuple[bytes, int], Generation | Scoring] = {}
         self._owners: dict[int, Generation | Scoring] = {}  # by id() of the sequence
+        self._rows: list[Rows] = []  # of the step under way, as far as they are wanted
+        self._has_dropped = False  # since the last look at these
         self.num_steps = 0
         self.num_tokens = 0
 
@@ -140,23 +142,27 @@ class Engine:
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
+    def step(self, listen: Callable[[], None] = lambda: None) -> None:
         """Advance every scheduled request by one step.
+
+        `listen` is called between two layers and may call `submit`, `cancel` and `forget_client`: rows that nobody wants any
+        more are not computed further.
 
         Raises:
             WorkerDied: the cluster cannot go on (other errors fail the requests of this step only).
         """
-        rows = self.scheduler.schedule()
-        if not rows:
+        self._rows = self.scheduler.schedule()
+        if not self._rows:
             return
         try:
-            logits = self.model.forward(rows)
+            logits = self.model.forward(self._rows, lambda: self._still_wanted(listen))
         except ColibriError as error:
             if error.kind == "worker_died":
                 raise
-            for failed in {id(j): j for j in (self._owners[id(part.sequence)] for part in rows)}.values():
+            for failed in {id(j): j for j in (self._owners[id(part.sequence)] for part in self._rows)}.values():
                 self._fail(failed, error)
             return
+        rows, self._rows = self._rows, []
         self.scheduler.advance(rows)
         self.num_steps += 1
         self.num_tokens += sum(part.count for part in rows)
@@ -166,6 +172,17 @@ class Engine:
                 self._next_token(job, part_logits[-1])
             elif isinstance(job, Scoring):
                 self._collect(job, part, part_logits)
+
+    def _still_wanted(self, listen: Callable[[], None]) -> list[Rows] | None:
+        """See `Look`."""
+        listen()
+        if not self._has_dropped:
+            return None
+        self._has_dropped = False
+        left = [part for part in self._rows if id(part.sequence) in self._owners]
+        is_same = len(left) == len(self._rows)
+        self._rows = left
+        return None if is_same else left
 
     def _next_token(self, job: Generation, logits: Floats) -> None:
         token = job.sampler.next_token(logits)
@@ -215,6 +232,7 @@ class Engine:
     def _release(self, sequence: Sequence) -> None:
         self.scheduler.remove(sequence)
         self._owners.pop(id(sequence), None)
+        self._has_dropped = True
 
     def _stats(self, job: Generation) -> dict[str, Any]:
         total_s = time.perf_counter() - job.started

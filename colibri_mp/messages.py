@@ -116,6 +116,12 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 # -- coordinator to client --------------------------------------------------------------------------------------------
 
 
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Nothing, to be ignored: a client that has gone cannot be sent it (see `control`). Of no request: the id is 0."""
+
+    request_id: int = 0
+
+
 class Piece(msgspec.Struct, frozen=True, tag=True):
     """New tokens of a request and the text that is complete by now (whole characters; may be empty)."""
 
@@ -285,7 +291,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 _General: TypeAlias = (
     Generate | Score | Cancel | GetStatus | Shutdown
-    | Piece | Finished | Scores | Status | Failed
+    | Ping | Piece | Finished | Scores | Status | Failed
     | Hello | Resize | Resized | Keep | PoolReport | Stop
 )  # fmt: skip
 Message: TypeAlias = _General | Hint | Route | Routed

@@ -9,7 +9,9 @@ does not fit yet lets later ones that do overtake it, `MOST_OVERTAKEN` at most: 
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from colibri_mp.kvcache import BlockAllocator
 
@@ -61,6 +63,10 @@ class Rows:
     def num_logits(self) -> int:
         """How many of the rows, counted from the last, need logits."""
         return self.count if self.sequence.all_logits else int(self.reaches_end)
+
+
+Look: TypeAlias = Callable[[], list[Rows] | None]
+"""Called between two layers of a step: the parts that are still wanted, None if it is all of them."""
 
 
 class Scheduler:

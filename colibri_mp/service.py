@@ -152,11 +152,10 @@ class Service:
             while not self._stopping.is_set():
                 self._wait_if_idle()
                 self.coordinator.supervisor.exchange()
-                for command in self.control.inbox.drain():
-                    self._obey(command)
+                self._listen()
                 self.coordinator.supervisor.check_alive()
                 num_requests = self.engine.num_requests
-                self.engine.step()
+                self.engine.step(self._look_up)
                 if self.engine.num_requests < num_requests:
                     self.coordinator.tiers.turn_ended()
         except Stopping:
@@ -215,6 +214,16 @@ class Service:
         if not self.engine.can_step:
             self.coordinator.trace.flush()
             wait([self.control.inbox.fd, *self.coordinator.supervisor.sources], _IDLE_TICK_S)
+
+    def _listen(self) -> None:
+        """Obey what has come."""
+        for command in self.control.inbox.drain():
+            self._obey(command)
+
+    def _look_up(self) -> None:
+        """`_listen` between two layers, where it usually is for nothing and must cost nothing."""
+        if self.control.inbox.has_items:
+            self._listen()
 
     def _obey(self, command: Command) -> None:
         match command:

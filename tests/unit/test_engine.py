@@ -10,7 +10,7 @@ from colibri_mp.engine import Engine
 from colibri_mp.errors import ReadError, WorkerDied
 from colibri_mp.kvcache import BlockAllocator
 from colibri_mp.messages import Failed, Finished, Floats, Generate, Message, Piece, Sampling, Score, Scores
-from colibri_mp.scheduler import Rows, Scheduler
+from colibri_mp.scheduler import Look, Rows, Scheduler
 
 VOCAB = 50
 EOS = 49
@@ -27,7 +27,7 @@ class Counting:
         self.steps: list[list[int]] = []
         self.error: Exception | None = None
 
-    def forward(self, rows: list[Rows]) -> Floats:
+    def forward(self, rows: list[Rows], look: Look) -> Floats:
         if self.error is not None:
             raise self.error
         self.steps.append([part.count for part in rows])
