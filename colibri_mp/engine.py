@@ -6,12 +6,24 @@ nothing of processes (`Model.forward` does). A `ColibriError` of a step fails th
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from colibri_mp.errors import ColibriError, RequestError
-from colibri_mp.messages import Conversation, Failed, Finished, Floats, Generate, Message, Piece, Prompt, Score, Scores
+from colibri_mp.errors import ColibriError, Overloaded, RequestError
+from colibri_mp.messages import (
+    Conversation,
+    Failed,
+    Finished,
+    Floats,
+    Generate,
+    Message,
+    Piece,
+    Progress,
+    Prompt,
+    Score,
+    Scores,
+)
 from colibri_mp.sampling import Sampler, resolve
 from colibri_mp.scheduler import Look, Rows, Scheduler, Sequence
 from colibri_mp.stopping import StopStrings
@@ -49,6 +61,7 @@ class Generation:
     max_tokens: int
     counters_before: dict[str, float]
     started: float = field(default_factory=time.perf_counter)
+    queue_s: float | None = None  # until it was admitted
     first_token_s: float | None = None
 
     @property
@@ -65,6 +78,8 @@ class Scoring:
     request: Score
     sequences: list[Sequence]
     num_left: int
+    started: float = field(default_factory=time.perf_counter)
+    queue_s: float | None = None
 
 
 class Engine:
@@ -72,14 +87,18 @@ class Engine:
 
     def __init__(
         self, model: Model, scheduler: Scheduler, tokenizer: Tokenizer | None, defaults: dict[str, Any],
-        eos_ids: frozenset[int], emit: Emit,
+        eos_ids: frozenset[int], emit: Emit, max_waiting: int | None = None,
     ) -> None:  # fmt: skip
+        """`max_waiting`: requests that may wait to be admitted; one more is refused. None: no limit."""
         self.model = model
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.defaults = defaults
         self.eos_ids = eos_ids
+        self.max_waiting = max_waiting
+        self.num_refused = 0
         self._emit = emit
+        self._waiting: set[Generation | Scoring] = set()  # those not admitted yet, or not noted as such
         self._requests: dict[tuple[bytes, int], Generation | Scoring] = {}
         self._owners: dict[int, Generation | Scoring] = {}  # by id() of the sequence
         self._rows: list[Rows] = []  # of the step under way, as far as they are wanted
@@ -94,6 +113,7 @@ class Engine:
         try:
             if (client, request.request_id) in self._requests:
                 raise RequestError(f"request {request.request_id} of this client is still running; use another id")
+            self._check_queue()
             job = self._generation(client, request) if isinstance(request, Generate) else self._scoring(client, request)
             for sequence in _sequences(job):
                 self.scheduler.allocator.check(sequence.projected_tokens)
@@ -101,6 +121,7 @@ class Engine:
             self._emit(client, Failed(request.request_id, error.kind, str(error)))
             return
         self._requests[client, request.request_id] = job
+        self._waiting.add(job)
         for sequence in _sequences(job):
             self._owners[id(sequence)] = job
             self.scheduler.add(sequence)
@@ -124,6 +145,24 @@ class Engine:
         """Answer every request with `error`."""
         for job in list(self._requests.values()):
             self._fail(job, error)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are not admitted yet, as of the last step or submission."""
+        return len(self._waiting)
+
+    @property
+    def waits_for(self) -> str:
+        """Why requests wait, in words; "" if none does."""
+        scheduler, allocator = self.scheduler, self.scheduler.allocator
+        if not self._waiting:
+            return ""
+        if not scheduler.admits:
+            return "memory is short: new requests are admitted when the system has enough again"
+        return (
+            f"KV memory: {allocator.num_free} of {allocator.num_blocks} blocks of {allocator.block_tokens} tokens are free, "
+            f"{len(scheduler.running)} sequences run"
+        )
 
     @property
     def is_idle(self) -> bool:
@@ -152,6 +191,8 @@ class Engine:
             WorkerDied: the cluster cannot go on (other errors fail the requests of this step only).
         """
         self._rows = self.scheduler.schedule()
+        if self._waiting:
+            self._note_starts()
         if not self._rows:
             return
         try:
@@ -170,8 +211,33 @@ class Engine:
             job = self._owners.get(id(part.sequence))
             if isinstance(job, Generation) and part.reaches_end:
                 self._next_token(job, part_logits[-1])
+            elif isinstance(job, Generation) and job.request.progress:
+                self._emit(job.client, Progress(job.request.request_id, part.start + part.count, job.num_prompt))
             elif isinstance(job, Scoring):
                 self._collect(job, part, part_logits)
+
+    def _check_queue(self) -> None:
+        """Whether one more may wait; those that fit by now are admitted first.
+
+        Raises:
+            Overloaded: as many wait as may.
+        """
+        if self.max_waiting is None or len(self._waiting) < self.max_waiting:
+            return
+        self.scheduler.admit()
+        self._note_starts()
+        if len(self._waiting) >= self.max_waiting:
+            self.num_refused += 1
+            raise Overloaded(
+                f"{len(self._waiting)} requests wait already, the most that --queue {self.max_waiting} allows ({self.waits_for}); "
+                "try again in a moment, ask for fewer max_tokens, or launch with a larger --ctx or --queue"
+            )
+
+    def _note_starts(self) -> None:
+        """Requests that have been admitted do not wait any more."""
+        for job in [job for job in self._waiting if not any(sequence.is_waiting for sequence in _sequences(job))]:
+            self._waiting.remove(job)
+            job.queue_s = time.perf_counter() - job.started
 
     def _still_wanted(self, listen: Callable[[], None]) -> list[Rows] | None:
         """See `Look`."""
@@ -189,13 +255,13 @@ class Engine:
         if job.first_token_s is None:
             job.first_token_s = time.perf_counter() - job.started
         if token in job.stop_ids:
-            self._finish(job, "stop")
+            self._finish(job, "stop", token if token in job.request.stop_ids else None)
             return
         job.sequence.token_ids.append(token)
         text = job.stops.push(job.decoder.push(token)) if job.decoder else ""
         self._emit(job.client, Piece(job.request.request_id, [token], text))
-        if job.stops.stopped:
-            self._finish(job, "stop")
+        if job.stops.found is not None:
+            self._finish(job, "stop", job.stops.found)
         elif job.num_generated >= job.max_tokens:
             self._finish(job, "length")
 
@@ -211,14 +277,14 @@ class Engine:
 
     # -- endings -------------------------------------------------------------------------------------------------------
 
-    def _finish(self, job: Generation, reason: str) -> None:
+    def _finish(self, job: Generation, reason: str, stopped_by: str | int | None = None) -> None:
         rest = (
             ""
-            if job.stops.stopped or job.decoder is None
+            if job.stops.found is not None or job.decoder is None
             else job.stops.push(job.decoder.finish()) + job.stops.finish()
         )
         self._drop(job)
-        self._emit(job.client, Finished(job.request.request_id, reason, rest, self._stats(job)))
+        self._emit(job.client, Finished(job.request.request_id, reason, rest, self._stats(job), stopped_by))
 
     def _fail(self, job: Generation | Scoring, error: ColibriError) -> None:
         self._drop(job)
@@ -227,6 +293,7 @@ class Engine:
     def _drop(self, job: Generation | Scoring) -> None:
         for sequence in _sequences(job):
             self._release(sequence)
+        self._waiting.discard(job)
         self._requests.pop((job.client, job.request.request_id), None)
 
     def _release(self, sequence: Sequence) -> None:
@@ -244,6 +311,7 @@ class Engine:
         return {
             "prompt_tokens": job.num_prompt,
             "completion_tokens": job.num_generated,
+            "queue_s": job.queue_s if job.queue_s is not None else total_s,
             "ttft_s": first_s,
             "prefill_tok_s": job.num_prompt / first_s if first_s > 0 else 0.0,
             "decode_tok_s": (job.num_generated - 1) / decode_s if decode_s > 0 and job.num_generated > 1 else 0.0,
@@ -259,13 +327,15 @@ class Engine:
         params = resolve(request.sampling, self.defaults, secrets.randbits(63))
         if request.stop and self.tokenizer is None:
             raise RequestError(
-                "stop strings need a tokenizer and this checkpoint has none; use stop tokens of its config"
+                "stop strings need a tokenizer and this checkpoint has none; give token ids to stop at (stop_ids)"
             )
+        self._check_vocabulary(request.stop_ids, "stop_ids: ")
         sequence = Sequence(prompt_ids, len(prompt_ids) + max_tokens, self.scheduler.max_rows)
         return Generation(
             client, request, sequence, Sampler(params, prompt_ids),
             self.tokenizer.stream(after=prompt_ids) if self.tokenizer else None, StopStrings(request.stop),
-            frozenset() if request.ignore_eos else self.eos_ids, len(prompt_ids), max_tokens, self.model.cache_counters(),
+            frozenset(request.stop_ids) | (frozenset() if request.ignore_eos else self.eos_ids), len(prompt_ids), max_tokens,
+            self.model.cache_counters(),
         )  # fmt: skip
 
     def _scoring(self, client: bytes, request: Score) -> Scoring:
@@ -286,7 +356,7 @@ class Engine:
         elif self.tokenizer is None:
             raise RequestError("this checkpoint has no tokenizer.json: give token ids (--prompt-ids 1,2,3)")
         elif isinstance(prompt, Conversation):
-            ids = self.tokenizer.encode_chat([{"role": m.role, "content": m.content} for m in prompt.messages])
+            ids = _encode_chat(self.tokenizer, prompt)
         else:
             ids = self.tokenizer.encode(prompt)
         self._check_ids(ids)
@@ -295,14 +365,17 @@ class Engine:
     def _check_ids(self, ids: list[int]) -> None:
         if not ids:
             raise RequestError("the prompt is empty")
-        for token in ids:
-            if not 0 <= token < self.model.vocab_size:
-                raise RequestError(f"token id {token} is outside the vocabulary 0..{self.model.vocab_size - 1}")
+        self._check_vocabulary(ids)
         if len(ids) > self.model.max_context:
             raise RequestError(
                 f"the prompt has {len(ids)} tokens, the context holds {self.model.max_context}; "
                 "shorten it or launch with a larger --ctx (the model's own limit is in `plan`)"
             )
+
+    def _check_vocabulary(self, ids: Iterable[int], where: str = "") -> None:
+        for token in ids:
+            if not 0 <= token < self.model.vocab_size:
+                raise RequestError(f"{where}token id {token} is outside the vocabulary 0..{self.model.vocab_size - 1}")
 
     def _max_tokens(self, num_prompt: int, asked: int | None) -> int:
         """`asked`, clamped to what the context still holds."""
@@ -315,6 +388,20 @@ class Engine:
                 "shorten it or launch with a larger --ctx"
             )
         return room if asked is None else min(asked, room)
+
+
+def _encode_chat(tokenizer: Tokenizer, conversation: Conversation) -> list[int]:
+    if not all(isinstance(message.get("role"), str) for message in conversation.messages):
+        raise RequestError("each message of a conversation needs a role, such as 'user'")
+    taken = {"messages", "tools", "add_generation_prompt"} & conversation.template_options.keys()
+    if taken:
+        raise RequestError(f"template_options cannot set {', '.join(sorted(taken))}: a conversation has a field for it")
+    return tokenizer.encode_chat(
+        conversation.messages,
+        tools=conversation.tools,
+        add_generation_prompt=conversation.add_generation_prompt,
+        **conversation.template_options,
+    )
 
 
 def _sequences(job: Generation | Scoring) -> list[Sequence]:

@@ -36,6 +36,11 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether it has not been admitted yet."""
+        return not (self.blocks or self.num_computed)
+
+    @property
     def num_pending(self) -> int:
         """Tokens that are known but not computed."""
         return len(self.token_ids) - self.num_computed

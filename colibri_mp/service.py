@@ -131,6 +131,7 @@ class Service:
             sampling_defaults(checkpoint),
             eos_token_ids(checkpoint, tokenizer),
             self.control.emit,
+            self._config.queue,
         )
         self.monitor = Monitor(self._make_governor(), self._read_pressure, self._relieve)
         self._processes = self.coordinator.processes()
@@ -184,6 +185,10 @@ class Service:
                 "active": self.engine.num_requests,
                 "running_sequences": len(self.engine.scheduler.running),
                 "waiting_sequences": len(self.engine.scheduler.waiting),
+                "waiting": self.engine.num_waiting,
+                "waiting_for": self.engine.waits_for,
+                "queue": self._config.queue,
+                "refused": self.engine.num_refused,
                 "kv_blocks_free": self.engine.scheduler.allocator.num_free,
                 "kv_blocks": self.engine.scheduler.allocator.num_blocks,
             },
