@@ -78,8 +78,6 @@ class Scoring:
     request: Score
     sequences: list[Sequence]
     num_left: int
-    started: float = field(default_factory=time.perf_counter)
-    queue_s: float | None = None
 
 
 class Engine:
@@ -103,8 +101,8 @@ class Engine:
         self._owners: dict[int, Generation | Scoring] = {}  # by id() of the sequence
         self._rows: list[Rows] = []  # of the step under way, as far as they are wanted
         self._has_dropped = False  # since the last look at these
-        self.num_steps = 0
-        self.num_tokens = 0
+        self.num_steps = self.num_tokens = 0
+        self.num_dropped_rows = 0  # taken out of steps between two layers
 
     # -- requests in ---------------------------------------------------------------------------------------------------
 
@@ -158,7 +156,7 @@ class Engine:
         if not self._waiting:
             return ""
         if not scheduler.admits:
-            return "memory is short: new requests are admitted when the system has enough again"
+            return "memory, which is short: requests are admitted when the system has enough again"
         return (
             f"KV memory: {allocator.num_free} of {allocator.num_blocks} blocks of {allocator.block_tokens} tokens are free, "
             f"{len(scheduler.running)} sequences run"
@@ -229,15 +227,16 @@ class Engine:
         if len(self._waiting) >= self.max_waiting:
             self.num_refused += 1
             raise Overloaded(
-                f"{len(self._waiting)} requests wait already, the most that --queue {self.max_waiting} allows ({self.waits_for}); "
-                "try again in a moment, ask for fewer max_tokens, or launch with a larger --ctx or --queue"
+                f"as many requests wait already as --queue {self.max_waiting} allows ({self.waits_for}); try again in a moment, "
+                "ask for fewer max_tokens, or launch with a larger --ctx or --queue"
             )
 
     def _note_starts(self) -> None:
         """Requests that have been admitted do not wait any more."""
         for job in [job for job in self._waiting if not any(sequence.is_waiting for sequence in _sequences(job))]:
             self._waiting.remove(job)
-            job.queue_s = time.perf_counter() - job.started
+            if isinstance(job, Generation):
+                job.queue_s = time.perf_counter() - job.started
 
     def _still_wanted(self, listen: Callable[[], None]) -> list[Rows] | None:
         """See `Look`."""
@@ -246,9 +245,10 @@ class Engine:
             return None
         self._has_dropped = False
         left = [part for part in self._rows if id(part.sequence) in self._owners]
-        is_same = len(left) == len(self._rows)
+        num_dropped = sum(part.count for part in self._rows) - sum(part.count for part in left)
+        self.num_dropped_rows += num_dropped
         self._rows = left
-        return None if is_same else left
+        return left if num_dropped else None
 
     def _next_token(self, job: Generation, logits: Floats) -> None:
         token = job.sampler.next_token(logits)

@@ -192,7 +192,11 @@ class Service:
                 "kv_blocks_free": self.engine.scheduler.allocator.num_free,
                 "kv_blocks": self.engine.scheduler.allocator.num_blocks,
             },
-            "progress": {"steps": self.engine.num_steps, "tokens": self.engine.num_tokens},
+            "progress": {
+                "steps": self.engine.num_steps,
+                "tokens": self.engine.num_tokens,
+                "dropped_rows": self.engine.num_dropped_rows,
+            },
             "cache": {**cache, "hit_rate": cache["hits"] / asked if asked else 0.0},
             "phases": coordinator.clock.describe(),
             "lossy": list(coordinator.lossy),
