@@ -2,13 +2,14 @@
 
 Pure bookkeeping, no arrays and no processes, so it is tested alone. A `Sequence` is one run of tokens with its KV blocks;
 `schedule` picks rows, `advance` says that they were computed. Waiting sequences are admitted in order of arrival as soon
-as KV blocks for their whole projected length are free.
+as KV blocks for their whole projected length are free; what others have computed of their tokens they take (`prefix`).
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 
 from colibri_mp.kvcache import BlockAllocator
+from colibri_mp.prefix import PrefixSharing
 
 
 @dataclass(eq=False)
@@ -16,7 +17,8 @@ class Sequence:
     """Tokens of one request. `token_ids` grows while generating; the first `num_computed` have their KV stored.
 
     `max_chunk` limits prompt rows a step; `projected_tokens` is the most it can grow to. `all_logits`: logits of every
-    row are wanted, not only of the last.
+    row are wanted, not only of the last. `num_taken`: computed by others; `keys`: of its blocks, as far as needed, of which
+    the first `num_published` may be found by others.
     """
 
     token_ids: list[int]
@@ -25,6 +27,9 @@ class Sequence:
     all_logits: bool = False
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    num_published: int = 0
+    num_taken: int = 0
 
     @property
     def num_pending(self) -> int:
@@ -57,10 +62,14 @@ class Rows:
 
 
 class Scheduler:
-    """Sequences waiting, and running with KV blocks in hand. While `admits` is false those that wait go on waiting."""
+    """Sequences waiting, and running with KV blocks in hand. While `admits` is false those that wait go on waiting.
 
-    def __init__(self, allocator: BlockAllocator, max_rows: int) -> None:
+    `prefix_root`: see `PrefixSharing`.
+    """
+
+    def __init__(self, allocator: BlockAllocator, max_rows: int, prefix_root: str | None = None) -> None:
         self.allocator = allocator
+        self.prefix = PrefixSharing(allocator, prefix_root)
         self.max_rows = max_rows
         self.admits = True
         self.waiting: deque[Sequence] = deque()
@@ -91,8 +100,11 @@ class Scheduler:
     def schedule(self) -> list[Rows]:
         """Rows of the next step; empty if there is nothing to do. Admits waiting sequences first."""
         self._admit()
+        for sequence in self.running:
+            if sequence.num_pending > 1:
+                self.prefix.skip_computed(sequence)
         decoding = [s for s in self.running if s.num_pending == 1]
-        prefilling = [s for s in self.running if s.num_pending > 1]
+        prefilling = self.prefix.leaders([s for s in self.running if s.num_pending > 1])
         rows = [Rows(s, s.num_computed, 1) for s in decoding[: self.max_rows]]
         left = self.max_rows - len(rows)
         for num_before, sequence in enumerate(prefilling):  # equal shares; what one does not need goes to the next
@@ -105,18 +117,16 @@ class Scheduler:
         return rows
 
     def advance(self, rows: list[Rows]) -> None:
-        """Mark rows as computed."""
+        """Mark rows as computed, and their KV as complete: what fills a block may be taken by others from now on."""
         for part in rows:
             part.sequence.num_computed += part.count
+            self.prefix.publish(part.sequence)
 
     def _admit(self) -> None:
         while self.admits and self.waiting:
-            blocks = self.allocator.acquire(self.waiting[0].projected_tokens)
-            if blocks is None:
+            if not self.prefix.admit(self.waiting[0]):
                 return
-            sequence = self.waiting.popleft()
-            sequence.blocks = blocks
-            self.running.append(sequence)
+            self.running.append(self.waiting.popleft())
 
     def _rotate(self, rows: list[Rows]) -> None:
         """Move served sequences behind those left out, so that nobody starves when rows are short."""
@@ -125,7 +135,7 @@ class Scheduler:
             self.running.sort(key=lambda s: id(s) in served)
 
     def check_integrity(self) -> None:
-        """Assert that blocks are held by running sequences only, each once, and suffice."""
+        """Assert that blocks are held by running sequences only, as often as counted, and suffice."""
         self.allocator.check_integrity([s.blocks for s in self.running])
         for sequence in self.running:
             assert len(sequence.blocks) == self.allocator.blocks_for(sequence.projected_tokens)
