@@ -126,7 +126,9 @@ class Service:
         tokenizer = Tokenizer.load(checkpoint.path)
         self.engine = Engine(
             self.coordinator,
-            Scheduler(allocator, self.coordinator.plan.prefill_chunk, self._prefix_root()),
+            Scheduler(
+                allocator, self.coordinator.plan.prefill_chunk, self.coordinator.max_logit_rows, self._prefix_root()
+            ),
             tokenizer,
             sampling_defaults(checkpoint),
             eos_token_ids(checkpoint, tokenizer),

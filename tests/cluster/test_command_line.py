@@ -63,6 +63,14 @@ def test_run_prints_one_json_object() -> None:
     assert {"client", "coordinator", "worker 0"} <= answer["memory"]["by_process"].keys()
 
 
+def test_help_loads_nothing_heavy() -> None:
+    """The command line answers at once: numbers, kernels, sockets and tables are loaded by the verbs that need them."""
+    heavy = {"numpy", "numba", "zmq", "rich", "msgspec", "jinja2", "tokenizers", "psutil", "starlette", "uvicorn"}
+    code = f"import sys; from colibri_mp import cli; cli._parser(); print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
+
+
 def test_plan_as_json_adds_up() -> None:
     """The terms of `plan --json` add up to at most the budget."""
     done = cli("plan", *SMALL, "--ram", "500MB", "--json")

@@ -21,7 +21,7 @@ class SharedPrefixes(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(8, 20), max_rows=st.integers(1, 12), shares=st.booleans())
     def start(self, num_blocks: int, max_rows: int, shares: bool) -> None:
         """Few blocks, so that cached ones are evicted."""
-        self.scheduler = Scheduler(BlockAllocator(num_blocks, BLOCK), max_rows, "root" if shares else None)
+        self.scheduler = Scheduler(BlockAllocator(num_blocks, BLOCK), max_rows, None, "root" if shares else None)
         self.memory = np.full((num_blocks, BLOCK), GARBAGE)
         self.ended: list[list[int]] = []
 

@@ -10,7 +10,7 @@ BLOCK = 4
 
 def scheduler(num_blocks: int = 16, max_rows: int = 8, root: str | None = "root") -> Scheduler:
     """Blocks of 4 tokens."""
-    return Scheduler(BlockAllocator(num_blocks, BLOCK), max_rows, root)
+    return Scheduler(BlockAllocator(num_blocks, BLOCK), max_rows, None, root)
 
 
 def run(sched: Scheduler, prompt: list[int], all_logits: bool = False) -> Sequence:
