@@ -12,6 +12,8 @@ from colibri_mp.messages import Finished, Piece
 
 MODEL = Path(__file__).parents[1] / "golden" / "tiny" / "olmoe"
 NUM_SESSIONS, NUM_TURNS = 16, 3
+Answer = list[tuple[int, float]]
+"""Tokens with their log probabilities."""
 SYSTEM = [3 + 5 * i % 250 for i in range(37)]
 
 
@@ -31,7 +33,8 @@ def plain_cluster() -> Iterator[Cluster]:
 
 def options(session: int, turn: int) -> dict[str, Any]:
     """Sampling of a turn."""
-    return {"max_tokens": 5 + session % 4, "temperature": 0.9, "seed": 100 * session + turn, "ignore_eos": True}
+    fixed = {"temperature": 0.9, "ignore_eos": True, "logprobs": 0}
+    return {**fixed, "max_tokens": 5 + session % 4, "seed": 100 * session + turn}
 
 
 def turn_tokens(session: int, turn: int) -> list[int]:
@@ -40,13 +43,14 @@ def turn_tokens(session: int, turn: int) -> list[int]:
     return [rng.randrange(3, 250) for _ in range(rng.randrange(4, 12))]
 
 
-def alone(cluster: Cluster, session: int) -> list[list[int]]:
+def alone(cluster: Cluster, session: int) -> list[Answer]:
     """All answers of a session, with nobody else there."""
     prompt, answers = list(SYSTEM), []
     for turn in range(NUM_TURNS):
         prompt += turn_tokens(session, turn)
-        answers.append(cluster.generate(prompt, **options(session, turn)).token_ids)
-        prompt += answers[-1]
+        done = cluster.generate(prompt, **options(session, turn))
+        answers.append([(entry.token_id, entry.logprob) for entry in done.logprobs])
+        prompt += done.token_ids
     return answers
 
 
@@ -54,7 +58,7 @@ class Session:
     """A session of which one event is taken at a time; now and then it abandons an answer and asks again."""
 
     def __init__(self, cluster: Cluster, number: int, rng: random.Random) -> None:
-        self.answers: list[list[int]] = []
+        self.answers: list[Answer] = []
         self.num_cancelled = 0
         self._cluster, self._number, self._rng = cluster, number, rng
         self._prompt = SYSTEM + turn_tokens(number, 0)
@@ -68,11 +72,11 @@ class Session:
             self._ask()
             return
         match next(self._events):
-            case Piece(token_ids=token_ids):
-                self._tokens += token_ids
+            case Piece(logprobs=logprobs):
+                self._answer += [(entry.token_id, entry.logprob) for entry in logprobs]
             case Finished():
-                self.answers.append(self._tokens)
-                self._prompt += self._tokens + turn_tokens(self._number, len(self.answers))
+                self.answers.append(self._answer)
+                self._prompt += [token for token, _ in self._answer] + turn_tokens(self._number, len(self.answers))
                 self._events.close()
                 if not self.is_over:
                     self._ask()
@@ -83,12 +87,14 @@ class Session:
         return len(self.answers) == NUM_TURNS
 
     def _ask(self) -> None:
-        self._tokens: list[int] = []
+        self._answer: Answer = []
         self._events: Any = self._cluster.events(self._prompt, **options(self._number, len(self.answers)))
 
 
 def test_sixteen_interleaved_sessions_are_those_of_each_alone(cluster: Cluster, plain_cluster: Cluster) -> None:
-    """Common system prompt, own secrets, random cancels, shared blocks that are evicted: the tokens are those of each alone."""
+    """Common system prompt, own secrets, random cancels, shared blocks that are evicted: tokens and
+    log probabilities are those of each alone.
+    """
     rng = random.Random(4)
     sessions = [Session(cluster, number, rng) for number in range(NUM_SESSIONS)]
     while running := [session for session in sessions if not session.is_over]:
