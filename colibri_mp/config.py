@@ -69,6 +69,11 @@ class LaunchConfig:
     ctx: int = _setting(
         0, "tokens of context that KV memory is reserved for (0: chosen, and said)", least=0, metavar="TOKENS"
     )
+    prefix_cache: Literal["on", "off"] = _setting(
+        "on",
+        "keep the KV of what was computed until its memory is needed, and share it between requests that begin alike",
+        choices=("on", "off"),
+    )
     prefill_chunk: int = _setting(0, "most rows of a step (0: chosen, and said)", least=0, metavar="TOKENS")
     queue: int = _setting(
         128, "requests that may wait until there is KV memory for them; one more is refused", least=1, metavar="N"
