@@ -37,10 +37,11 @@ class ClientGone(Exception):
 
 
 class Gate:
-    """See the module docstring. `count` is told the path and outcome of each request."""
+    """See the module docstring. `hub` is for the routes, `count` is told the path and outcome of each request."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, key: str, count: CountRequest) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, key: str, hub: object, count: CountRequest) -> None:
         self._app = app
+        self._hub = hub
         self._config = config
         self._key = key.encode()
         self._count = count
@@ -52,6 +53,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope["app"] = self  # the router asks whether there is one: then it raises what it cannot route
+        scope["state"]["hub"] = self._hub
         exchange = _Exchange(scope, receive, send, self._config)
         try:
             self._admit(scope["path"], Headers(scope=scope))
@@ -103,7 +106,7 @@ class _Exchange:
         self._has_started = False
         self.outcome = "failed"
         self.request_id = f"req_{secrets.token_hex(12)}"
-        scope.setdefault("state", {})["request_id"] = self.request_id
+        scope["state"]["request_id"] = self.request_id
 
     def check_length(self) -> None:
         """Refuse a body that says itself that it is too large."""

@@ -23,6 +23,10 @@ class Question:
     prompt: AnyPrompt
     options: dict[str, Any]
 
+    def seeded(self, seed: int | None) -> "Question":
+        """The same question with a seed."""
+        return self if seed is None else Question(self.prompt, {**self.options, "seed": seed})
+
 
 @dataclass(eq=False)
 class Turn:
@@ -32,10 +36,14 @@ class Turn:
     questions: list[Question]
     metrics: Metrics
     cancel: Callable[[], None] = lambda: None
-    is_cancelled: bool = False
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
     _inbox: deque[tuple[int, Event | HttpError]] = field(default_factory=deque)
     _clocks: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """What the ids of a request and of its answer have in common."""
+        return key_of(self.id)
 
     def __post_init__(self) -> None:
         self._started = time.monotonic()
@@ -65,24 +73,20 @@ class Turn:
                 raise event
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
-        """What comes, until every choice has finished; leaving early cancels the rest.
+        """What comes, until every choice has finished.
 
         Raises:
-            HttpError: what ended a choice; the others are cancelled.
+            HttpError: what ended a choice; the others may still be under way.
         """
         num_left = len(self.questions)
-        try:
-            while num_left:
-                choice, event = await self._next()
-                if isinstance(event, HttpError):
-                    raise event
-                if isinstance(event, Finished):
-                    num_left -= 1
-                    self._check_cancelled(event)
-                yield choice, event
-        finally:
-            if num_left:
-                self.cancel()
+        while num_left:
+            choice, event = await self._next()
+            if isinstance(event, HttpError):
+                raise event
+            if isinstance(event, Finished):
+                num_left -= 1
+                self._check_cancelled(event)
+            yield choice, event
 
     async def _next(self) -> tuple[int, Event | HttpError]:
         while not self._inbox:
@@ -106,3 +110,8 @@ class Turn:
                 self._clocks[choice] = now
             case Finished():
                 self.metrics.finished(event.stats)
+
+
+def key_of(turn_id: str) -> str:
+    """The part of an id behind its prefix ("req_", "chatcmpl-", ...)."""
+    return turn_id.replace("-", "_").rpartition("_")[2]
