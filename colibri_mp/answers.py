@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from colibri_mp.errors import ProtocolError, from_wire
-from colibri_mp.messages import Failed, Finished, Message, Piece, Progress, Status
+from colibri_mp.messages import Failed, Finished, Message, Piece, Progress, PromptLogprobs, Status
 from colibri_mp.transport import Link, wait
 
 _CHECK_S = 0.5  # how often a waiting client looks whether the coordinator lives
 
 Answer = TypeVar("Answer", bound=Message)
-Event = Progress | Piece | Finished
+Event = Progress | PromptLogprobs | Piece | Finished
 """What comes of a `Generate`; the last one is `Finished`."""
 
 

@@ -13,7 +13,7 @@ import itertools
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -34,10 +34,12 @@ from colibri_mp.messages import (
     Floats,
     GetStatus,
     Piece,
+    PromptLogprobs,
     Score,
     Scores,
     Shutdown,
     Status,
+    TokenLogprob,
 )
 from colibri_mp.transport import Link
 
@@ -51,12 +53,15 @@ class Completion:
     `finish_reason`: "stop" (end-of-text token or stop string), "length" (max_tokens, or the context is full) or
     "cancelled". `token_ids` leaves out the end-of-text token. `stats`: prompt_tokens, completion_tokens, ttft_s,
     prefill_tok_s, decode_tok_s, seed, cache {hits, misses, hit_rate, bytes_read, disk_s, wait_s, ...} of the time it took.
+    `logprobs` and `prompt_logprobs`: one for each token, if asked for (None for the first token of a prompt).
     """
 
     token_ids: list[int]
     text: str
     finish_reason: str
     stats: dict[str, Any]
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
 
 
 class Cluster:
@@ -106,14 +111,19 @@ class Cluster:
         """The whole answer to `prompt`: text, token ids, or messages for the chat template. Options as in `stream`."""
         token_ids: list[int] = []
         text: list[str] = []
+        logprobs: list[TokenLogprob] = []
+        of_prompt: list[TokenLogprob | None] = []
         for event in self.events(prompt, **options):
             match event:
+                case PromptLogprobs():
+                    of_prompt += event.entries
                 case Piece():
                     text.append(event.text)
                     token_ids += event.token_ids
-                case Finished():
+                    logprobs += event.logprobs
+                case Finished(finish_reason=reason, stats=stats):
                     text.append(event.text)
-                    return Completion(token_ids, "".join(text), event.finish_reason, event.stats)
+                    return Completion(token_ids, "".join(text), reason, stats, logprobs, of_prompt)
         raise ProtocolError("the answer ended without a finish")
 
     def stream(self, prompt: AnyPrompt, **options: Any) -> Iterator[str]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from colibri_mp.messages import Constraint, Conversation
+from colibri_mp.messages import Conversation
 from colibri_mp.server.errors import HttpError, unsupported
 from colibri_mp.server.openai_schema import (
     LARGEST_INT,
@@ -42,9 +42,9 @@ def options_of(body: GenerationRequest, max_tokens: int) -> dict[str, Any]:
     if body.guided_regex is not None and body.guided_grammar is not None:
         raise HttpError(400, "guided_regex and guided_grammar exclude each other", param="guided_grammar")
     if body.guided_regex is not None:
-        options["constraint"] = Constraint("regex", body.guided_regex)
+        options["constraint"] = _constraint("guided_regex", "regex", body.guided_regex)
     if body.guided_grammar is not None:
-        options["constraint"] = Constraint("grammar", body.guided_grammar)
+        options["constraint"] = _constraint("guided_grammar", "grammar", body.guided_grammar)
     if body.stream_options is not None and not body.stream:
         raise HttpError(400, "stream_options: only with stream", param="stream_options")
     return options
@@ -153,12 +153,16 @@ def _tool_call(call: ToolCall, where: str) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
-def _response_format(body: ChatRequest) -> Constraint | None:
+def _constraint(field: str, kind: str, text: str) -> Any:
+    raise unsupported(field, f"constrained decoding ({kind}) is not supported")
+
+
+def _response_format(body: ChatRequest) -> Any:
     match body.response_format:
         case JsonObjectFormat():
-            return Constraint("json_object", "")
+            return _constraint("response_format", "json_object", "")
         case JsonSchemaFormat(json_schema=wanted):
-            return Constraint("json_schema", msgspec.json.encode(wanted.schema).decode())
+            return _constraint("response_format", "json_schema", msgspec.json.encode(wanted.schema).decode())
         case _:
             return None
 
