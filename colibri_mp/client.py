@@ -82,8 +82,12 @@ class Cluster:
 
     @classmethod
     def launch(
-        cls, model: str | Path = "demo", *, progress: Callable[[str], None] | None = None,
-        started: Callable[[subprocess.Popen[bytes]], None] | None = None, **settings: Any,
+        cls,
+        model: str | Path = "demo",
+        *,
+        progress: Callable[[str], None] | None = None,
+        started: Callable[[subprocess.Popen[bytes]], None] | None = None,
+        **settings: Any,
     ) -> Self:
         """Start a cluster and wait until it serves; `settings` are those of `LaunchConfig`.
 

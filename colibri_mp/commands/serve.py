@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+from typing import Any
 
 from colibri_mp.commands.arguments import Verbs, add_verb
 from colibri_mp.commands.terminal import say
@@ -13,8 +14,7 @@ def serve(args: argparse.Namespace) -> int:
     from colibri_mp.commands.connecting import cluster_opener
     from colibri_mp.server.serving import bind, serve, url_of
 
-    given = {spec.name: getattr(args, spec.name) for spec in dataclasses.fields(ServerConfig) if hasattr(args, spec.name)}
-    config = ServerConfig(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+    config = ServerConfig(**_server_settings(args))
     key = config.read_key()
     open_cluster = cluster_opener(args)
     listener = bind(config.host, config.port)
@@ -38,3 +38,11 @@ def register(verbs: Verbs) -> None:
             type=str if repeats else type(spec.default), action="append" if repeats else "store",
             help=spec.metadata["help"] + default,
         )  # fmt: skip
+
+
+def _server_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings that were given as flags."""
+    given = {
+        spec.name: getattr(args, spec.name) for spec in dataclasses.fields(ServerConfig) if hasattr(args, spec.name)
+    }
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}

@@ -85,7 +85,11 @@ class MessageForm:
             case "tool_use":
                 assert delta.call is not None
                 idx = sum(block["type"] == "tool_use" for block in self._blocks)
-                block: dict[str, Any] = {"id": f"toolu_{self._turn.id[4:]}{idx:02d}", "name": delta.call.name, "input": {}}
+                block: dict[str, Any] = {
+                    "id": f"toolu_{self._turn.id[4:]}{idx:02d}",
+                    "name": delta.call.name,
+                    "input": {},
+                }
             case "thinking":
                 block = {"thinking": "", "signature": ""}
             case _:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from colibri_mp.client import Cluster
 from colibri_mp.errors import ColibriError, from_wire
@@ -29,12 +29,8 @@ from colibri_mp.transport import wait
 _STATUS_S = 1.0  # between an answer to a question for the status, and the next question
 
 
-class OpenCluster(Protocol):
-    """Makes the cluster, in the bridge's thread. `progress` takes what the start is busy with, `started` its process."""
-
-    def __call__(
-        self, progress: Callable[[str], None], started: Callable[[subprocess.Popen[bytes]], None]
-    ) -> Cluster: ...
+OpenCluster: TypeAlias = Callable[[Callable[[str], None], Callable[[subprocess.Popen[bytes]], None]], Cluster]
+"""Makes the cluster, in the bridge's thread: takes what is told of the start's progress, and of its process."""
 
 
 class Bridge:

@@ -22,7 +22,9 @@ class Metrics:
         named: dict[str, Any] = {"namespace": "colibri", "registry": self._registry}
         self._requests = Counter("http_requests", "Requests by endpoint and outcome", ["endpoint", "outcome"], **named)
         self._prompt_tokens = Counter("prompt_tokens", "Tokens of prompts", **named)
-        self._cached_tokens = Counter("cached_prompt_tokens", "Tokens of prompts that had been computed before", **named)
+        self._cached_tokens = Counter(
+            "cached_prompt_tokens", "Tokens of prompts that had been computed before", **named
+        )
         self._new_tokens = Counter("generated_tokens", "Tokens generated", **named)
         self._first = Histogram(
             "time_to_first_token_seconds", "From request to first token", buckets=_FIRST_TOKEN_S, **named

@@ -53,7 +53,11 @@ def options_of(body: GenerationRequest, max_tokens: int) -> dict[str, Any]:
 def choices(questions: list[Question], body: GenerationRequest) -> list[Question]:
     """`n` questions in place of each; their seeds count up from the request's."""
     num = body.n or 1
-    found = [question.seeded(None if body.seed is None else _wrapped(body.seed + i)) for question in questions for i in range(num)]
+    found = [
+        question.seeded(None if body.seed is None else _wrapped(body.seed + i))
+        for question in questions
+        for i in range(num)
+    ]
     if len(found) > 128:
         raise HttpError(400, f"n: {len(questions)} prompts x {num} choices are more than 128 answers", param="n")
     return found
@@ -69,7 +73,9 @@ def chat_question(body: ChatRequest, default_tokens: int) -> Question:
         options["logprobs"] = body.top_logprobs or 0
     if (constraint := _response_format(body)) is not None:
         if "constraint" in options:
-            raise HttpError(400, "response_format: not together with guided_regex or guided_grammar", param="response_format")
+            raise HttpError(
+                400, "response_format: not together with guided_regex or guided_grammar", param="response_format"
+            )
         options["constraint"] = constraint
     conversation = Conversation(
         [_message(message, f"messages[{idx}]") for idx, message in enumerate(body.messages)],

@@ -26,7 +26,7 @@ LogitBias: TypeAlias = dict[str, Annotated[float, Meta(ge=-100, le=100)]]
 Text: TypeAlias = Annotated[str, Meta(max_length=65_536)]
 
 
-class Struct(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_defaults=True):
+class Struct(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """Base of everything a client sends: an unknown field is an error."""
 
 

@@ -13,12 +13,12 @@ from colibri_mp.server import anthropic_questions, openai_questions
 from colibri_mp.server.anthropic_answers import MessageForm
 from colibri_mp.server.anthropic_schema import CountTokensRequest, MessagesRequest
 from colibri_mp.server.bodies import read_body
+from colibri_mp.server.deltas import PlainReader, Reader
 from colibri_mp.server.errors import HttpError, json_response
 from colibri_mp.server.hub import Hub
 from colibri_mp.server.openai_answers import ChatForm, CompletionForm, Echo
 from colibri_mp.server.openai_schema import ChatRequest, CompletionRequest
 from colibri_mp.server.openapi import document
-from colibri_mp.server.deltas import PlainReader
 from colibri_mp.server.turns import Question
 from colibri_mp.server.view import Model
 from colibri_mp.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ async def chat_completions(request: Request) -> Response:
     model = hub.model(body.model)
     question = openai_questions.chat_question(body, hub.config.max_tokens)
     turn = hub.turn(request, "chatcmpl-", openai_questions.choices([question], body))
-    readers = [PlainReader() for _ in turn.questions]
+    readers: list[Reader] = [PlainReader() for _ in turn.questions]
     form = ChatForm(turn, model, body.stream_options, readers, bool(body.logprobs))
     return await hub.answer(request, turn, form, bool(body.stream))
 
@@ -64,7 +64,7 @@ async def completions(request: Request) -> Response:
     return await hub.answer(request, turn, form, bool(body.stream))
 
 
-async def embeddings(request: Request) -> Response:
+async def embeddings(_request: Request) -> Response:
     """POST /v1/embeddings."""
     raise HttpError(
         400, "no model that is supported makes embeddings; use /v1/chat/completions or /v1/completions",
@@ -172,9 +172,7 @@ def _tokenizer(model: Model, what: str) -> Tokenizer:
 
 
 def _count(tokenizer: Tokenizer, conversation: Conversation) -> int:
-    return len(
-        tokenizer.encode_chat(conversation.messages, tools=conversation.tools, **conversation.template_options)
-    )
+    return len(tokenizer.encode_chat(conversation.messages, tools=conversation.tools, **conversation.template_options))
 
 
 def _echoed(tokenizer: Tokenizer, prompts: list[str | list[int]]) -> tuple[list[str | list[int]], list[Echo]]:

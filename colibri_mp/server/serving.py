@@ -1,7 +1,7 @@
 """The HTTP process: one event loop with uvicorn, one bridge thread, and the order in which they start and end.
 
-    bind the port (one clear error if it is taken) ▸ listen, and say 503 loading ▸ the cluster serves ▸ ... ▸ a signal:
-    answers under way end with an error, the own cluster ends, nothing is left
+bind the port (one clear error if it is taken) ▸ listen, and say 503 loading ▸ the cluster serves ▸ ... ▸ a signal:
+answers under way end with an error, the own cluster ends, nothing is left
 """
 
 import asyncio
@@ -37,7 +37,9 @@ def bind(host: str, port: int) -> socket.socket:
         ConfigError: the port is taken, not allowed, or there is no such address here.
     """
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         found = socket.socket(family, kind, proto)
         try:
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -20,10 +20,14 @@ def _setting(default: Any, help_text: str, **metadata: Any) -> Any:
 class ServerConfig:
     """How to serve."""
 
-    host: str = _setting("127.0.0.1", "address to listen on; 0.0.0.0 is everybody who can reach this machine", metavar="ADDRESS")
+    host: str = _setting(
+        "127.0.0.1", "address to listen on; 0.0.0.0 is everybody who can reach this machine", metavar="ADDRESS"
+    )
     port: int = _setting(8000, "port to listen on (0: a free one, which is printed)", metavar="N")
     api_key: str = _setting(
-        "", f"key that clients must send; @FILE reads it from a file (default: ${_KEY_VARIABLE}, else none)", metavar="KEY"
+        "",
+        f"key that clients must send; @FILE reads it from a file (default: ${_KEY_VARIABLE}, else none)",
+        metavar="KEY",
     )
     allow_host: tuple[str, ...] = _setting(
         (), "name in a Host header that is answered, beside localhost and --host; may be repeated, '*' allows all",
@@ -43,7 +47,9 @@ class ServerConfig:
     timeout: float = _setting(
         30.0, "seconds that a client may take to send a request, and to take a part of an answer", metavar="S"
     )
-    ping: float = _setting(10.0, "seconds of silence after which a stream gets a comment that keeps it open", metavar="S")
+    ping: float = _setting(
+        10.0, "seconds of silence after which a stream gets a comment that keeps it open", metavar="S"
+    )
     stall: float = _setting(
         300.0, "seconds without progress, requests being there, after which /health says stalled", metavar="S"
     )

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from colibri_mp.client import AnyPrompt
+from colibri_mp.asking import AnyPrompt
 from colibri_mp.errors import ColibriError
 from colibri_mp.messages import Finished, Piece, Progress, PromptLogprobs
 from colibri_mp.server.errors import HttpError, from_colibri
