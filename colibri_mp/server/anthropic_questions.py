@@ -13,7 +13,7 @@ from colibri_mp.server.anthropic_schema import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from colibri_mp.server.errors import HttpError
+from colibri_mp.server.errors import HttpError, unsupported
 from colibri_mp.server.turns import Question
 
 _PASSED_ON = ("temperature", "top_p", "top_k")
@@ -31,6 +31,8 @@ def conversation_of(body: CountTokensRequest) -> Conversation:
     messages = [{"role": "system", "content": _joined(body.system)}] if body.system else []
     for idx, message in enumerate(body.messages):
         messages += _turn(message, f"messages.{idx}")
+    if body.tools and not (body.tool_choice and body.tool_choice.type == "none"):
+        raise unsupported("tools", "calls of tools are not supported")
     uses_tools = body.tools and not (body.tool_choice and body.tool_choice.type == "none")
     options = {} if body.thinking is None else {"enable_thinking": body.thinking.type == "enabled"}
     return Conversation(messages, tools=_tools(body.tools or []) if uses_tools else None, template_options=options)

@@ -77,6 +77,8 @@ def chat_question(body: ChatRequest, default_tokens: int) -> Question:
                 400, "response_format: not together with guided_regex or guided_grammar", param="response_format"
             )
         options["constraint"] = constraint
+    if body.tools and body.tool_choice != "none":
+        raise unsupported("tools", "calls of tools are not supported")
     conversation = Conversation(
         [_message(message, f"messages[{idx}]") for idx, message in enumerate(body.messages)],
         tools=None if body.tools is None or body.tool_choice == "none" else tools_of(body.tools),
@@ -101,7 +103,11 @@ def completion_options(body: CompletionRequest) -> dict[str, Any]:
     """The options of a completion."""
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of", f"only equal to n ({body.n or 1}): answers are not ranked")
-    options = options_of(body, body.max_tokens or _COMPLETION_TOKENS)
+    options = options_of(body, _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens)
+    if body.max_tokens == 0:
+        if not body.echo or body.logprobs is None:
+            raise HttpError(400, "max_tokens: 0 only with echo and logprobs, else at least 1", param="max_tokens")
+        options["max_tokens"] = 0
     if body.logprobs is not None:
         options["logprobs"] = body.logprobs
         if body.echo:
@@ -159,7 +165,7 @@ def _tool_call(call: ToolCall, where: str) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
-def _constraint(field: str, kind: str, text: str) -> Any:
+def _constraint(field: str, kind: str, _text: str) -> Any:
     raise unsupported(field, f"constrained decoding ({kind}) is not supported")
 
 
