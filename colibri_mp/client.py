@@ -51,8 +51,9 @@ class Completion:
     """The whole answer to one prompt.
 
     `finish_reason`: "stop" (end-of-text token or stop string), "length" (max_tokens, or the context is full) or
-    "cancelled". `token_ids` leaves out the end-of-text token. `stats`: prompt_tokens, completion_tokens, ttft_s,
-    prefill_tok_s, decode_tok_s, seed, cache {hits, misses, hit_rate, bytes_read, disk_s, wait_s, ...} of the time it took.
+    "cancelled". `token_ids` leaves out the end-of-text token. `stats`: prompt_tokens, cached_tokens (of the prompt: not computed
+    but taken from what earlier requests had computed), completion_tokens, ttft_s, prefill_tok_s, decode_tok_s, seed, cache
+    {hits, misses, hit_rate, bytes_read, disk_s, wait_s, ...} of the time it took.
     `logprobs` and `prompt_logprobs`: one for each token, if asked for (None for the first token of a prompt).
     """
 

@@ -69,6 +69,11 @@ class LaunchConfig:
     ctx: int = _setting(
         0, "tokens of context that KV memory is reserved for (0: chosen, and said)", least=0, metavar="TOKENS"
     )
+    prefix_cache: Literal["on", "off"] = _setting(
+        "on",
+        "keep the KV of what was computed until its memory is needed, and share it between requests that begin alike",
+        choices=("on", "off"),
+    )
     prefill_chunk: int = _setting(0, "most rows of a step (0: chosen, and said)", least=0, metavar="TOKENS")
     slots: int = _setting(0, "experts cached per layer, at most (0: what --ram allows)", least=0, metavar="N")
     io: IoMode | Literal["auto"] = _setting(

@@ -11,6 +11,7 @@
 resident weights while they start.
 """
 
+import json
 import os
 import threading
 from collections import Counter, defaultdict, deque
@@ -31,6 +32,7 @@ from colibri_mp.compiling import Stopping, compile_kernels
 from colibri_mp.config import LaunchConfig
 from colibri_mp.disks import ExpertMemory, choose_copies
 from colibri_mp.formats import Encoding
+from colibri_mp.kernels import isa
 from colibri_mp.kernels.attention import AttentionStage, Batch
 from colibri_mp.kernels.block import BlockStage
 from colibri_mp.kernels.expert import ExpertStage
@@ -90,6 +92,7 @@ class Coordinator:
         self.tiers = Tiers(config, model, plan, usage, self.weights.layers, supervisor, lone_team)
         self.lossy: tuple[str, ...] = ()
         self._should_stop = should_stop
+        self._planes = config.planes
         self._team = team
         self._step = 0
         self._totals: defaultdict[int, Counter[str]] = defaultdict(Counter)  # by worker id
@@ -220,6 +223,7 @@ class Coordinator:
         )
         num_choices = int(np.count_nonzero(ids >= 0)) if self._may_drop else ids.size
         clock.lap_workers(routed.counters, len(ids), num_choices)
+        self.tiers.layer_ended(routed.counters)
         self._uncounted.append((layer_idx, routed.counters))
         x += routed.y
         clock.end_layer()
@@ -248,6 +252,19 @@ class Coordinator:
     def limit_slabs(self, slab_bytes: int) -> None:
         """Keep the slabs of all pools within so many bytes, soon. Callable from any thread."""
         self.supervisor.request_sizes(split_slabs(self.plan.workers, slab_bytes))
+
+    def kv_identity(self) -> str:
+        """Everything but the tokens that the values in the KV cache depend on, as JSON."""
+        router = self.model.router
+        return json.dumps(
+            {
+                "fingerprint": self.checkpoint.fingerprint,
+                "isa": isa.current().value,
+                "planes": self._planes,
+                "top_k": router.top_k,
+                "top_p": router.top_p,
+            }
+        )
 
     # -- reports -------------------------------------------------------------------------------------------------------
 

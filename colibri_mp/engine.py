@@ -257,9 +257,10 @@ class Engine:
         asked = cache["hits"] + cache["misses"] + cache["promoted"]
         return {
             "prompt_tokens": job.num_prompt,
+            "cached_tokens": job.sequence.num_taken,
             "completion_tokens": job.num_generated,
             "ttft_s": first_s,
-            "prefill_tok_s": job.num_prompt / first_s if first_s > 0 else 0.0,
+            "prefill_tok_s": (job.num_prompt - job.sequence.num_taken) / first_s if first_s > 0 else 0.0,
             "decode_tok_s": (job.num_generated - 1) / decode_s if decode_s > 0 and job.num_generated > 1 else 0.0,
             "seed": job.sampler.params.seed,
             "cache": {**cache, "hit_rate": cache["hits"] / asked if asked else 0.0},

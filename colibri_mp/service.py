@@ -126,7 +126,9 @@ class Service:
         tokenizer = Tokenizer.load(checkpoint.path)
         self.engine = Engine(
             self.coordinator,
-            Scheduler(allocator, self.coordinator.plan.prefill_chunk, self.coordinator.max_logit_rows),
+            Scheduler(
+                allocator, self.coordinator.plan.prefill_chunk, self.coordinator.max_logit_rows, self._prefix_root()
+            ),
             tokenizer,
             sampling_defaults(checkpoint),
             eos_token_ids(checkpoint, tokenizer),
@@ -189,6 +191,7 @@ class Service:
                 "kv_blocks_free": self.engine.scheduler.allocator.num_free,
                 "kv_blocks": self.engine.scheduler.allocator.num_blocks,
             },
+            "prefix_cache": self.engine.scheduler.prefix.describe(),
             "progress": {"steps": self.engine.num_steps, "tokens": self.engine.num_tokens},
             "cache": {**cache, "hit_rate": cache["hits"] / asked if asked else 0.0},
             "phases": coordinator.clock.describe(),
@@ -205,6 +208,10 @@ class Service:
             },
             "notes": list(self.notes),
         }
+
+    def _prefix_root(self) -> str | None:
+        """What a block's key begins with; None: nothing is shared."""
+        return self.coordinator.kv_identity() if self._config.prefix_cache == "on" else None
 
     def _log_to_file(self) -> None:
         """A detached cluster outlives the terminal: its messages, and its workers', go to a file from here on."""
