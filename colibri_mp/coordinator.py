@@ -45,7 +45,7 @@ from colibri_mp.kernels.rope import rope_tables
 from colibri_mp.kernels.router import RouterStage
 from colibri_mp.kernels.team import ThreadTeam
 from colibri_mp.limits import tightest_room
-from colibri_mp.lossy import lossy_options, with_lossy_routing
+from colibri_mp.lossy import lossy_options, with_lossy_options
 from colibri_mp.messages import Floats, PoolEvent, StepCounters
 from colibri_mp.models import load_model
 from colibri_mp.models.structure import DenseSpec, ModelSpec
@@ -124,10 +124,10 @@ class Coordinator:
         """Build everything; `stack` takes it back. Raises a `ColibriError` that says what is in the way."""
         checkpoint = Checkpoint.open(resolve(config.model, progress))
         published = load_model(checkpoint)
-        model, lossy = with_lossy_routing(published, config), lossy_options(published, config)
+        model, lossy = with_lossy_options(published, config), lossy_options(published, config)
         plan = plan_now(checkpoint, model, config)
         usage = open_usage(model, config.usage, checkpoint.fingerprint)
-        compile_kernels(encodings_of(model), config.planes, progress, should_stop)
+        compile_kernels(encodings_of(model), config.planes, progress, should_stop, model.quantises_experts)
         experts = with_checksums(model.expert_layers, checkpoint.fingerprint)
         copies = choose_copies(checkpoint, experts, config, expert_memory(experts, plan), progress)
         workers = worker_configs(checkpoint, model, experts, plan, config, copies)
@@ -368,8 +368,8 @@ def worker_configs(
 
 def encodings_of(model: ModelSpec) -> frozenset[Encoding]:
     """Every encoding that a matrix of the model has."""
-    experts = (encoding for layer in model.expert_layers for encoding in (layer.gate, layer.up, layer.down))
-    return frozenset({matrix.encoding for matrix in model.resident_matrices()} | set(experts))
+    experts = (layer.encodings for layer in model.expert_layers)
+    return frozenset({matrix.encoding for matrix in model.resident_matrices()}).union(*experts)
 
 
 def make_batch(rows: list[Rows]) -> Batch:
