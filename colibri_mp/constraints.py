@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from colibri_mp.errors import RequestError
+from colibri_mp.errors import Overloaded, RequestError
 from colibri_mp.messages import Constraint, Generate
 from colibri_mp.sampling import Scores
 from colibri_mp.tokenizer import Tokenizer
@@ -52,11 +52,16 @@ class Constraints:
     """Requests that wait for their constraint. `on_compiled` is called in another thread; give it to `take` in the own one."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, eos_ids: frozenset[int], on_compiled: Callable[[Compiled], None]
+        self,
+        tokenizer: Tokenizer | None,
+        eos_ids: frozenset[int],
+        on_compiled: Callable[[Compiled], None],
+        max_waiting: int,
     ) -> None:
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
         self._on_compiled = on_compiled
+        self._max_waiting = max_waiting
         self._waiting: dict[tuple[bytes, int], Generate] = {}
         self._tables: LLTokenizer | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -66,6 +71,7 @@ class Constraints:
 
         Raises:
             RequestError: what can be told at once: no tokenizer, too large, an id in use.
+            Overloaded: too many wait.
         """
         assert request.constraint is not None
         if self._tokenizer is None:
@@ -73,6 +79,10 @@ class Constraints:
         if (client, request.request_id) in self._waiting:
             raise RequestError(f"request {request.request_id} of this client is still running; use another id")
         check_size(request.constraint)
+        if len(self._waiting) >= self._max_waiting:
+            raise Overloaded(
+                f"{len(self._waiting)} requests wait for their constraint to be compiled; try again in a moment"
+            )
         self._waiting[client, request.request_id] = request
         if self._thread is None:
             self._thread = _thread_with_stack()

@@ -129,16 +129,19 @@ class Service:
         tokenizer = Tokenizer.load(checkpoint.path)
         self.engine = Engine(
             self.coordinator,
-            Scheduler(allocator, self.coordinator.plan.prefill_chunk, self.coordinator.max_logit_rows),
+            Scheduler(
+                allocator, self.coordinator.plan.prefill_chunk, self.coordinator.max_logit_rows, self._prefix_root()
+            ),
             tokenizer,
             sampling_defaults(checkpoint),
             eos_token_ids(checkpoint, tokenizer),
             self.control.emit,
+            self._config.queue,
         )
         self.monitor = Monitor(self._make_governor(), self._read_pressure, self._relieve)
         self._processes = self.coordinator.processes()
         self._sample_memory()
-        self.constraints = Constraints(tokenizer, self.engine.eos_ids, self.control.inbox.put)
+        self.constraints = Constraints(tokenizer, self.engine.eos_ids, self.control.inbox.put, self._config.queue)
         self._stack.callback(self.control.close)
         self._stack.callback(self.constraints.close)
         self._stack.callback(self.monitor.close)
@@ -157,11 +160,10 @@ class Service:
             while not self._stopping.is_set():
                 self._wait_if_idle()
                 self.coordinator.supervisor.exchange()
-                for command in self.control.inbox.drain():
-                    self._obey(command)
+                self._listen()
                 self.coordinator.supervisor.check_alive()
                 num_requests = self.engine.num_requests
-                self.engine.step()
+                self.engine.step(self._look_up)
                 if self.engine.num_requests < num_requests:
                     self.coordinator.tiers.turn_ended()
         except Stopping:
@@ -173,9 +175,10 @@ class Service:
         self.engine.fail_all(self._broken or ColibriError("the cluster is stopping"))
         return self._broken.exit_code if self._broken else 0
 
-    def status(self) -> dict[str, Any]:
-        """What `status --json` prints; the memory in it is read now."""
-        self._sample_memory()
+    def status(self, reads_memory: bool = True) -> dict[str, Any]:
+        """What `status --json` prints; the memory in it is read now, or the last reading."""
+        if reads_memory:
+            self._sample_memory()
         coordinator = self.coordinator
         cache = coordinator.cache_counters()
         asked = cache["hits"] + cache["misses"] + cache["promoted"]
@@ -190,10 +193,19 @@ class Service:
                 "active": self.engine.num_requests,
                 "running_sequences": len(self.engine.scheduler.running),
                 "waiting_sequences": len(self.engine.scheduler.waiting),
+                "waiting": self.engine.num_waiting,
+                "waiting_for": self.engine.waits_for,
+                "queue": self._config.queue,
+                "refused": self.engine.num_refused,
                 "kv_blocks_free": self.engine.scheduler.allocator.num_free,
                 "kv_blocks": self.engine.scheduler.allocator.num_blocks,
             },
-            "progress": {"steps": self.engine.num_steps, "tokens": self.engine.num_tokens},
+            "prefix_cache": self.engine.scheduler.prefix.describe(),
+            "progress": {
+                "steps": self.engine.num_steps,
+                "tokens": self.engine.num_tokens,
+                "dropped_rows": self.engine.num_dropped_rows,
+            },
             "cache": {**cache, "hit_rate": cache["hits"] / asked if asked else 0.0},
             "phases": coordinator.clock.describe(),
             "lossy": list(coordinator.lossy),
@@ -210,6 +222,10 @@ class Service:
             "notes": list(self.notes),
         }
 
+    def _prefix_root(self) -> str | None:
+        """What a block's key begins with; None: nothing is shared."""
+        return self.coordinator.kv_identity() if self._config.prefix_cache == "on" else None
+
     def _log_to_file(self) -> None:
         """A detached cluster outlives the terminal: its messages, and its workers', go to a file from here on."""
         with self.run_dir.log.open("ab") as file:
@@ -220,6 +236,16 @@ class Service:
         if not self.engine.can_step:
             self.coordinator.trace.flush()
             wait([self.control.inbox.fd, *self.coordinator.supervisor.sources], _IDLE_TICK_S)
+
+    def _listen(self) -> None:
+        """Obey what has come."""
+        for command in self.control.inbox.drain():
+            self._obey(command)
+
+    def _look_up(self) -> None:
+        """`_listen` between two layers, where it usually is for nothing and must cost nothing."""
+        if self.control.inbox.has_items:
+            self._listen()
 
     def _obey(self, command: Command) -> None:
         match command:

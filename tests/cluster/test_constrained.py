@@ -88,7 +88,7 @@ def test_bad_constraints_are_answered(cluster: Cluster) -> None:
     ):
         with pytest.raises(RequestError, match=what):
             cluster.generate("Once", constraint=constraint)
-    with pytest.raises(RequestError, match="cannot be sent.*yaml"):
+    with pytest.raises(RequestError, match=r"cannot be sent.*yaml"):
         cluster.generate("Once", constraint=Constraint("yaml", "a"))  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="top_p"):
         cluster.generate("Once", constraint=Constraint("regex", "a"), top_p=7.0)

@@ -11,7 +11,7 @@ import pytest
 
 from colibri_mp.checkpoint.hub import resolve
 from colibri_mp.constraints import MOST_REFERENCES, MOST_TEXT_BYTES, Compiled, Constraints, TokenMask
-from colibri_mp.errors import RequestError
+from colibri_mp.errors import Overloaded, RequestError
 from colibri_mp.messages import Constraint, Generate, Sampling
 from colibri_mp.sampling import Sampler, SamplingParams
 from colibri_mp.tokenizer import Tokenizer
@@ -37,7 +37,7 @@ class Bench:
         assert tokenizer is not None
         self.tokenizer = tokenizer
         self.done: queue.Queue[Compiled] = queue.Queue()
-        self.constraints = Constraints(tokenizer, EOS, self.done.put)
+        self.constraints = Constraints(tokenizer, EOS, self.done.put, max_waiting=2)
 
     def mask(self, kind: Any, text: str = "") -> TokenMask:
         """The mask of a constraint; raises what is wrong with it."""
@@ -174,7 +174,7 @@ def test_too_much_work_is_refused(bench: Bench) -> None:
             mask.add(letter)
             mask.allowed()
 
-    with pytest.raises(RequestError, match="regex constraint: .*too many"):
+    with pytest.raises(RequestError, match=r"regex constraint: .*too many"):
         follow()
 
 
@@ -199,6 +199,8 @@ def test_waiting_requests_can_be_forgotten(bench: Bench) -> None:
     assert not bench.constraints.take(bench.done.get(timeout=60))
     bench.constraints.begin(b"a", request)
     bench.constraints.begin(b"b", request)
+    with pytest.raises(Overloaded, match="2 requests wait"):
+        bench.constraints.begin(b"c", request)
     bench.constraints.forget_client(b"a")
     taken = [bench.constraints.take(bench.done.get(timeout=60)) for _ in range(2)]
     assert sorted(taken) == [False, True]
@@ -207,6 +209,6 @@ def test_waiting_requests_can_be_forgotten(bench: Bench) -> None:
 def test_without_a_tokenizer() -> None:
     """A checkpoint without tokenizer.json has no constraints, and says so."""
     with pytest.raises(RequestError, match=r"needs a tokenizer"):
-        Constraints(None, EOS, lambda _: None).begin(
+        Constraints(None, EOS, lambda _: None, 1).begin(
             b"a", Generate(1, [1], 5, Sampling(), constraint=Constraint("regex", "a"))
         )
