@@ -28,14 +28,9 @@ if TYPE_CHECKING:
 MOST_TEXT_BYTES = 256 * 1024
 MOST_REFERENCES = 1000
 _STACK_BYTES = 64 << 20  # address space; pages are used as the recursion reaches them
-_LIMITS = {
-    "initial_lexer_fuel": 500_000,
-    "step_lexer_fuel": 50_000,
-    "max_lexer_states": 20_000,
-    "verbose_errors": False,
-}
+_MOST_INITIAL_WORK, _MOST_WORK, _MOST_STATES = 500_000, 50_000, 20_000  # in the library's units: some ms a step, 40 MB
 _JSON = {
-    "whitespace_pattern": r"[ \t\r\n]{1,40}"
+    "whitespace_pattern": r"[ \t\r\n]{1,20}"
 }  # a model that has nothing to say could go on with white space for ever
 
 
@@ -127,7 +122,13 @@ class Constraints:
             grammar = _grammar(constraint)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"{constraint.kind} constraint: {error}") from error
-        matcher = LLMatcher(self._tables, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
+        limits = LLParserLimits(
+            initial_lexer_fuel=_MOST_INITIAL_WORK,
+            step_lexer_fuel=_MOST_WORK,
+            max_lexer_states=_MOST_STATES,
+            verbose_errors=False,
+        )
+        matcher = LLMatcher(self._tables, grammar, log_level=0, limits=limits)
         mask = TokenMask(matcher, frozenset(self._tables.eos_tokens), self._tables.vocab_size, constraint.kind)
         mask.allowed()  # some defects show only here
         return mask

@@ -48,7 +48,7 @@ def test_schemas(cluster: Cluster, schema: dict[str, Any]) -> None:
     for prompt, sampling in itertools.product(
         (chat, "Once"), ({"temperature": 0.0}, {"temperature": 0.8, "seed": 1}, {"temperature": 1.5, "seed": 2})
     ):
-        done = cluster.generate(prompt, constraint=constraint, max_tokens=150, **sampling)
+        done = cluster.generate(prompt, constraint=constraint, max_tokens=300, **sampling)
         assert done.finish_reason == "stop"
         assert fits(json.loads(done.text), schema), done.text
 
