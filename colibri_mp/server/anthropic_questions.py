@@ -34,7 +34,11 @@ def conversation_of(body: CountTokensRequest) -> Conversation:
     if body.tools and not (body.tool_choice and body.tool_choice.type == "none"):
         raise unsupported("tools", "calls of tools are not supported")
     uses_tools = body.tools and not (body.tool_choice and body.tool_choice.type == "none")
-    options = {} if body.thinking is None else {"enable_thinking": body.thinking.type == "enabled"}
+    if body.messages[-1].role == "assistant":
+        raise HttpError(400, "messages: the last one must be the user's; continuing an answer is not supported", param="messages")
+    options = {}
+    if body.thinking is not None and body.thinking.type != "adaptive":
+        options["enable_thinking"] = body.thinking.type == "enabled"
     return Conversation(messages, tools=_tools(body.tools or []) if uses_tools else None, template_options=options)
 
 
