@@ -1,5 +1,6 @@
 """Clients that mean no good: each gets a named 4xx at once, and the server goes on."""
 
+import contextlib
 import json
 import socket
 import time
@@ -36,7 +37,9 @@ def refused(response: httpx.Response, status: int, *wanted: str) -> None:
 def test_bodies_that_are_no_json(client: httpx.Client, path: str) -> None:
     """Malformed, truncated, empty, deeply nested and not UTF-8: all are 400, and an array is no object."""
     for body in (b"", b"{", b'{"a" 1}', b"\xff\xfe{}", b'{"model": "\xff"}', b'{"metadata": ' + b"[" * 200_000):
-        refused(client.post(path, content=body, headers=JSON), 400, "not valid JSON" if body[:12] != b'{"metadata":' else "")
+        refused(
+            client.post(path, content=body, headers=JSON), 400, "not valid JSON" if body[:12] != b'{"metadata":' else ""
+        )
     refused(client.post(path, content=b"[]", headers=JSON), 400, "the body: expected `object`, got `array`")
     refused(client.post(path, content=b"{}", headers=JSON), 400, "missing required field")
     refused(client.post(path, content=b"{}"), 415, "application/json")
@@ -96,15 +99,15 @@ def test_wrong_types_in_every_field(client: httpx.Client) -> None:
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages[0].colour"),
         ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
-        ({"chat_template_kwargs": {"messages": 1}}, ""),
+        ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs: messages"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "no use for 'enable_thinking'"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "no use for 'tools'"),
+        ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools[0].function.name"),
     ],
 )
 def test_values_that_are_not_supported(client: httpx.Client, fields: dict[str, Any], wanted: str) -> None:
     """Each is a 400 that names the field; nothing is ignored."""
-    response = client.post("/v1/chat/completions", json=chat(**fields))
-    if wanted:
-        refused(response, 400, wanted)
-    assert response.status_code in (200, 400)
+    refused(client.post("/v1/chat/completions", json=chat(**fields)), 400, wanted)
 
 
 def test_large_bodies(client: httpx.Client, server: LiveServer) -> None:
@@ -120,6 +123,7 @@ def test_prompts_larger_than_the_context(client: httpx.Client) -> None:
     text = "word " * 1_000_000
     refused(client.post("/v1/chat/completions", json=chat(text)), 400, "context holds 2048")
     refused(client.post("/v1/completions", json={"prompt": text}), 400, "context holds 2048")
+    refused(client.post("/v1/completions", json={"prompt": "word " * 3000}), 400, "context holds 2048")
 
 
 def raw(server: LiveServer, request: bytes, timeout_s: float = 20) -> bytes:
@@ -154,7 +158,6 @@ HEAD = b"GET /v1/models HTTP/1.1\r\nconnection: close\r\n"
         (HEAD + b"Host: localhost\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 400),
         (HEAD + b"Host : localhost\r\n\r\n", 400),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
-        (HEAD + b"Host: localhost\r\nx: " + b"y" * 200_000 + b"\r\n\r\n", 400),
     ],
 )
 def test_smuggled_heads(server: LiveServer, request_bytes: bytes, status: int) -> None:
@@ -163,6 +166,12 @@ def test_smuggled_heads(server: LiveServer, request_bytes: bytes, status: int) -
     assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer[:200]
     if status == 403:
         assert b"--allow-host" in answer
+
+
+def test_endless_head(server: LiveServer, client: httpx.Client) -> None:
+    """A head of a megabyte is not stored: the connection is closed."""
+    with contextlib.suppress(ConnectionError):
+        assert raw(server, HEAD + b"Host: localhost\r\nx: " + b"y" * 1_000_000 + b"\r\n\r\n").startswith(b"HTTP/1.1 400 ")
 
 
 def test_slow_senders_are_cut_off() -> None:
@@ -205,5 +214,7 @@ def test_key(tmp_path: Any) -> None:
 def test_json_is_utf8(client: httpx.Client) -> None:
     """Text of any script goes in and out unharmed; half a surrogate pair is refused."""
     body = json.dumps({"prompt": "año ¿ 河", "echo": True, "max_tokens": 1}, ensure_ascii=True)
-    assert client.post("/v1/completions", content=body, headers=JSON).json()["choices"][0]["text"].startswith("año ¿ 河")
+    assert (
+        client.post("/v1/completions", content=body, headers=JSON).json()["choices"][0]["text"].startswith("año ¿ 河")
+    )
     refused(client.post("/v1/completions", content=b'{"prompt": "\\ud800"}', headers=JSON), 400, "JSON")

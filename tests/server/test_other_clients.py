@@ -36,7 +36,12 @@ def test_langchain(server: LiveServer) -> None:
 
     with httpx.Client() as client:
         model = ChatOpenAI(
-            model="demo", base_url=f"{server.url}/v1", api_key="none", temperature=0, max_tokens=8, http_client=client  # type: ignore[arg-type]
+            model="demo",
+            base_url=f"{server.url}/v1",
+            api_key="none",
+            temperature=0,
+            max_tokens=8,
+            http_client=client,  # type: ignore[arg-type]
         )
         answer = model.invoke("Define: river")
         assert str(answer.content).startswith("(noun)")
