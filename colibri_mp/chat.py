@@ -9,7 +9,7 @@ from typing import IO, Any
 
 from colibri_mp.client import Cluster
 from colibri_mp.errors import RequestError
-from colibri_mp.messages import Finished
+from colibri_mp.messages import Finished, Progress
 
 _HELP = "commands: /reset  /system TEXT  /stats  /help  /exit; Ctrl-C stops an answer"
 
@@ -62,6 +62,8 @@ class Chat:
         events = self._cluster.events([*system, *self._history, question], **self._options)
         try:
             for event in events:
+                if isinstance(event, Progress):
+                    continue
                 text += event.text
                 print(event.text, end="", file=out, flush=True)
                 if isinstance(event, Finished):

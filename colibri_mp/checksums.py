@@ -69,7 +69,7 @@ def load(fingerprint: str) -> Sums:
     """The checksums that are kept for a checkpoint, empty if there are none. Raises `CheckpointError` for a damaged file."""
     path = checksum_path(fingerprint)
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
             layout = str(file["layout"])
             sums = {int(name.removeprefix("layer_")): file[name] for name in file.files if name != "layout"}
     except (FileNotFoundError, NotADirectoryError):

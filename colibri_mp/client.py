@@ -5,39 +5,35 @@
         print(cluster.generate("Once upon a time", max_tokens=32).text)
 
 `launch` starts a cluster that ends with this object (or with this process, however it ends); `attach` joins a running one.
+Many requests at once go through one connection: `submit` as many as wanted, then take what comes with `next_event`.
 A `Cluster` belongs to one thread. Every wait watches the coordinator: its death raises `CoordinatorDied` within 2 s.
 """
 
 import itertools
 import subprocess
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 import numpy as np
 
 from colibri_mp import rundir
+from colibri_mp.answers import Answers, Event
+from colibri_mp.asking import AnyPrompt, generate_request
 from colibri_mp.config import LaunchConfig, from_keywords
 from colibri_mp.control_groups import KillCounter
-from colibri_mp.errors import ConfigError, CoordinatorDied, ProtocolError, RequestError, describe_exit, from_wire
+from colibri_mp.errors import ConfigError, CoordinatorDied, ProtocolError, describe_exit
 from colibri_mp.handshake import start_coordinator, stop_process
 from colibri_mp.messages import (
     Cancel,
-    ChatMessage,
-    Conversation,
     Failed,
     Finished,
     Floats,
-    Generate,
     GetStatus,
-    Message,
     Piece,
-    Prompt,
-    Sampling,
     Score,
     Scores,
     Shutdown,
@@ -45,12 +41,7 @@ from colibri_mp.messages import (
 )
 from colibri_mp.transport import Link
 
-_CHECK_S = 0.5  # how often a waiting client looks whether the coordinator lives
 _STOP_TIMEOUT_S = 15.0
-
-
-AnyPrompt: TypeAlias = Prompt | Sequence[int] | Sequence[dict[str, str]]
-"""Text, token ids, or messages {"role", "content"} for the chat template."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +73,7 @@ class Cluster:
         self._kills = KillCounter()
         self._link = Link(run_dir.control)
         self._request_ids = itertools.count(1)
-        self._inbox: defaultdict[int, deque[Message]] = defaultdict(deque)
+        self._answers = Answers(self._link, self._check_coordinator)
 
     @classmethod
     def launch(
@@ -112,33 +103,78 @@ class Cluster:
         """The whole answer to `prompt`: text, token ids, or messages for the chat template. Options as in `stream`."""
         token_ids: list[int] = []
         text: list[str] = []
-        for message in self._generate(prompt, **options):
-            text.append(message.text)
-            if isinstance(message, Piece):
-                token_ids += message.token_ids
-            else:
-                return Completion(token_ids, "".join(text), message.finish_reason, message.stats)
+        for event in self.events(prompt, **options):
+            match event:
+                case Piece():
+                    text.append(event.text)
+                    token_ids += event.token_ids
+                case Finished():
+                    text.append(event.text)
+                    return Completion(token_ids, "".join(text), event.finish_reason, event.stats)
         raise ProtocolError("the answer ended without a finish")
 
     def stream(self, prompt: AnyPrompt, **options: Any) -> Iterator[str]:
         """Yield the answer's text as it is made, whole characters only.
 
         Args:
-            prompt: text, token ids, or a list of {"role", "content"} for the checkpoint's chat template.
-            options: max_tokens (default: what the context holds), temperature, top_p, top_k, min_p, repetition_penalty,
-                seed, stop (strings), ignore_eos. What is left out comes from the checkpoint's generation_config.json.
+            prompt: text, token ids, a list of messages {"role", "content", ...} for the checkpoint's chat template, or a
+                `messages.Conversation` with tools and options of the template.
+            options: the fields of `messages.Generate` and of `messages.Sampling`: max_tokens (default: what the context holds),
+                stop (strings), stop_ids, ignore_eos, temperature, top_p, seed, ... What is left out of the sampling comes from
+                the checkpoint's generation_config.json.
 
         Raises:
             RequestError: a bad option or a prompt that does not fit.
             ColibriError: what ended the answer.
         """
-        for message in self._generate(prompt, **options):
-            if message.text:
-                yield message.text
+        for event in self.events(prompt, **options):
+            if isinstance(event, Piece | Finished) and event.text:
+                yield event.text
 
-    def events(self, prompt: AnyPrompt, **options: Any) -> Iterator[Piece | Finished]:
-        """Like `stream`, with token ids and, as the last event, the statistics. Leaving the loop early cancels."""
-        yield from self._generate(prompt, **options)
+    def events(self, prompt: AnyPrompt, **options: Any) -> Iterator[Event]:
+        """Like `stream`, with token ids, progress if asked for, and, as the last event, the statistics.
+
+        Leaving the loop early cancels.
+        """
+        request_id = self._begin(prompt, options)
+        event: Event | None = None
+        try:
+            while not isinstance(event, Finished):
+                event = self._answers.next_event(request_id)
+                yield event
+        finally:
+            self._answers.forget(request_id)
+            if not isinstance(event, Finished) and not self._link.socket.closed:
+                self.cancel(request_id)
+
+    # -- many at once --------------------------------------------------------------------------------------------------
+
+    def submit(self, prompt: AnyPrompt, **options: Any) -> int:
+        """Begin an answer and return its request id at once; options as in `stream`. What comes of it: `next_event`.
+
+        Raises:
+            ConfigError, RequestError: an option or a prompt that cannot be sent. What the cluster refuses comes as `Failed`.
+        """
+        return self._begin(prompt, options, shared=True)
+
+    def next_event(
+        self, timeout_s: float | None = None, wake_fd: int | None = None
+    ) -> tuple[int, Event | Failed] | None:
+        """The next event of any submitted request, with its id; the last one of each request is `Finished` or `Failed`.
+
+        None after `timeout_s` seconds, when the descriptor `wake_fd` is readable and no event has come, or, if neither is
+        given, when no submitted request is left.
+
+        Raises:
+            ColibriError: the cluster has ended; the error says how.
+        """
+        return self._answers.next_shared(timeout_s, wake_fd)
+
+    def cancel(self, request_id: int) -> None:
+        """Stop a request; it ends with finish reason "cancelled", unless it has ended meanwhile."""
+        self._link.send(Cancel(request_id))
+
+    # -- beside answers ------------------------------------------------------------------------------------------------
 
     def logits(self, token_ids: Sequence[int], chunk: int | None = None) -> Floats:
         """Teacher-forced logits float32 [T, V], one row a position; `chunk` is the most prompt rows a step."""
@@ -147,17 +183,15 @@ class Cluster:
     def logits_batch(self, prompts: Sequence[Sequence[int]], chunk: int | None = None) -> list[Floats]:
         """`logits` of several prompts that share the steps as one batch."""
         request_id = next(self._request_ids)
+        self._answers.expect(request_id)
         self._link.send(Score(request_id, [[int(token) for token in prompt] for prompt in prompts], chunk))
         found: list[list[Floats]] = [[] for _ in prompts]
         num_left = sum(map(len, prompts)) or 1  # without a token there is an error to be heard
         while num_left:
-            match self._next(request_id):
-                case Scores(prompt_idx=idx, logits=logits):
-                    found[idx].append(logits)
-                    num_left -= len(logits)
-                case other:
-                    raise ProtocolError(f"{type(other).__name__} in answer to a score request")
-        del self._inbox[request_id]
+            part = self._answers.next(request_id, Scores)
+            found[part.prompt_idx].append(part.logits)
+            num_left -= len(part.logits)
+        self._answers.forget(request_id)
         return [np.concatenate(parts) for parts in found]
 
     def stats(self) -> dict[str, Any]:
@@ -202,49 +236,18 @@ class Cluster:
 
     # -- inner ---------------------------------------------------------------------------------------------------------
 
-    def _generate(
-        self, prompt: AnyPrompt, *, max_tokens: int | None = None, stop: str | Sequence[str] = (),
-        ignore_eos: bool = False, **sampling: Any,
-    ) -> Iterator[Piece | Finished]:  # fmt: skip
-        request_id = next(self._request_ids)
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        self._link.send(Generate(request_id, _prompt(prompt), max_tokens, _sampling(sampling), stops, ignore_eos))
-        message: Message | None = None
-        try:
-            while not isinstance(message, Finished):
-                message = self._next(request_id)
-                if not isinstance(message, Piece | Finished):
-                    raise ProtocolError(f"{type(message).__name__} in answer to a generate request")
-                yield message
-        finally:
-            self._inbox.pop(request_id, None)
-            if not isinstance(message, Finished) and not self._link.socket.closed:
-                self._link.send(Cancel(request_id))
+    def _begin(self, prompt: AnyPrompt, options: dict[str, Any], shared: bool = False) -> int:
+        request = generate_request(next(self._request_ids), prompt, options)
+        self._answers.expect(request.request_id, shared)
+        self._link.send(request)
+        return request.request_id
 
     def _ask_status(self, message: GetStatus | Shutdown) -> dict[str, Any]:
+        self._answers.expect(message.request_id)
         self._link.send(message)
-        answer = self._next(message.request_id)
-        self._inbox.pop(message.request_id, None)
-        if not isinstance(answer, Status):
-            raise ProtocolError(f"{type(answer).__name__} in answer to a status request")
+        answer = self._answers.next(message.request_id, Status)
+        self._answers.forget(message.request_id)
         return answer.stats
-
-    def _next(self, request_id: int) -> Message:
-        """The next message of a request; those of other requests are kept for them. `Failed` raises its error."""
-        while not self._inbox[request_id]:
-            message = self._link.receive(_CHECK_S)
-            if message is None:
-                self._check_coordinator()
-                continue
-            owner = getattr(message, "request_id", None)
-            if owner is None:
-                raise ProtocolError(f"{type(message).__name__} sent to a client")
-            self._inbox[owner].append(message)
-        message = self._inbox[request_id].popleft()
-        if isinstance(message, Failed):
-            self._inbox.pop(request_id, None)
-            raise from_wire(message.kind, message.message)
-        return message
 
     def _check_coordinator(self) -> None:
         if (error := rundir.read_last_words(self._last_words)) is not None:
@@ -264,32 +267,6 @@ def _found(name: str) -> rundir.RunDir:
             f"no cluster named {name!r} is running (running: {others}); start one with `colibri-cluster launch`"
         )
     return found
-
-
-def _prompt(prompt: AnyPrompt) -> Prompt:
-    """The prompt as it travels: a list of dicts is a conversation, any other sequence token ids."""
-    if isinstance(prompt, str | Conversation):
-        return prompt
-    messages = [item for item in prompt if isinstance(item, dict)]
-    if messages and len(messages) == len(prompt):
-        return Conversation(tuple(_chat_message(item) for item in messages))
-    if messages or not all(isinstance(item, int | np.integer) for item in prompt):
-        raise RequestError("a prompt is a text, a list of token ids, or a list of {'role', 'content'} messages")
-    return [int(item) for item in prompt if not isinstance(item, dict)]
-
-
-def _chat_message(message: dict[str, str]) -> ChatMessage:
-    if message.keys() != {"role", "content"}:
-        raise RequestError(f"a message has the keys role and content, not {sorted(message)}")
-    return ChatMessage(**message)
-
-
-def _sampling(options: dict[str, Any]) -> Sampling:
-    known = Sampling.__struct_fields__
-    for name in options:
-        if name not in known:
-            raise ConfigError(f"unknown option {name!r}; known are max_tokens, stop, ignore_eos, {', '.join(known)}")
-    return Sampling(**options)
 
 
 def _ignore(_text: str) -> None:

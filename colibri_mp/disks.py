@@ -28,23 +28,37 @@ from colibri_mp.workers.copies import Copy
 
 LEAST_BYTES = 256_000_000  # experts that take less all together are too little to measure a disk with
 MARGIN = 1.1  # direct reads must be so much faster: a smaller difference may be chance
+COPY_MARGIN = 1.25  # a buffer costs a copy: it must make direct reads so much faster
 FORGET_S = 30 * 24 * 3600  # an older measurement is made again
 
 
 class DiskRecord(msgspec.Struct, frozen=True):
-    """One measurement, in bytes a second; `direct` 0: direct reads are refused. `measured`: seconds since 1970."""
+    """One measurement, in bytes a second: a `disk_speed.Speed`, and when it was made, in seconds since 1970."""
 
-    direct: float
     buffered: float
+    direct: float
+    in_place: float
     measured: float
 
+    @property
+    def is_better_in_place(self) -> bool:
+        """Whether direct reads straight into the pool are fast enough to spare the copy from a buffer."""
+        return self.in_place * COPY_MARGIN >= self.direct
+
+    @property
+    def best_direct(self) -> float:
+        """Speed of direct reads in the better way; 0: refused."""
+        return self.in_place if self.is_better_in_place else self.direct
+
     def rate(self, mode: IoMode) -> float:
-        """Speed of cold reads in a mode."""
-        return self.direct if mode == "direct" else self.buffered
+        """Speed of cold reads in a mode; where direct reads are refused, buffered ones take their place."""
+        return self.best_direct if mode == "direct" and self.best_direct else self.buffered
 
     def __str__(self) -> str:
-        direct = f"{format_size(self.direct)}/s" if self.direct else "refused"
-        return f"measured: direct {direct}, buffered {format_size(self.buffered)}/s"
+        direct = f"direct {format_size(self.direct)}/s" if self.direct else "direct refused"
+        if self.in_place:
+            direct += f" ({format_size(self.in_place)}/s without a buffer)"
+        return f"measured: {direct}, buffered {format_size(self.buffered)}/s"
 
 
 class ExpertMemory(NamedTuple):
@@ -82,13 +96,14 @@ def choose_copies(
     places = [checkpoint.files]
     if config.mirror:
         places.append(mirror_files(checkpoint, Path(config.mirror)))
-    is_chosen = config.io == "auto" and memory.pools < memory.stored
-    is_measured = (is_chosen or config.mirror) and memory.stored >= LEAST_BYTES
+    matters = config.io == "auto" or (config.io == "direct" and layers[0].is_packed)
+    is_measured = memory.stored >= LEAST_BYTES and (config.mirror or (matters and memory.pools < memory.stored))
     copies, rates = [], []
     for files in places:
         record = _record(files, layers, progress) if is_measured else None
         mode, reason = choose_mode(record, memory) if config.io == "auto" else (config.io, "as asked")
-        copies.append(Copy(files, mode, reason))
+        in_place = mode != "direct" or record is None or record.is_better_in_place
+        copies.append(Copy(files, mode, reason, in_place=in_place))
         rates.append(record.rate(mode) if record else 1.0)
     return _weighted(copies, rates)
 
@@ -103,22 +118,23 @@ def choose_mode(record: DiskRecord | None, memory: ExpertMemory) -> tuple[IoMode
         return "buffered", "cold reads cannot be measured here"
     share = memory.cached_share
     reason = f"{record}; the page cache can serve {share:.0%} of the pools' misses"
-    is_faster = record.direct * (1 - share) > record.buffered * MARGIN
+    is_faster = record.best_direct * (1 - share) > record.buffered * MARGIN
     return "direct" if is_faster else "buffered", reason
 
 
 def _weighted(copies: list[Copy], rates: list[float]) -> tuple[Copy, ...]:
     """Each copy's share of the reads; a second copy on the same disk adds nothing, it only stands by."""
-    if len({copy.files[0].stat().st_dev for copy in copies}) < len(copies):
-        rates = [1.0] + [0.0] * (len(copies) - 1)
+    first, *others = copies
+    if any(_device(copy.files[0])[1] == _device(first.files[0])[1] for copy in others):
+        standing_by = [replace(copy, reason=f"{copy.reason}; the same disk", weight=0.0) for copy in others]
+        return (replace(first, weight=1.0), *standing_by)
     return tuple(replace(copy, weight=rate / sum(rates)) for copy, rate in zip(copies, rates, strict=True))
 
 
 def _record(files: Sequence[Path], layers: Sequence[ExpertLayer], progress: Callable[[str], None]) -> DiskRecord | None:
     """The measurement of the disk that `files` lie on, from the user's cache or made now."""
-    path, key = user_cache_dir() / "disks.json", _disk_key(files[0], disk_speed.typical_read_bytes(layers[0]))
-    known = _load(path)
-    now = time.time()
+    path = user_cache_dir() / "disks.json"
+    known, key, now = _load(path), _key(files[0], layers[0]), time.time()
     if key in known.disks and now - known.disks[key].measured < FORGET_S:
         return known.disks[key]
     progress(f"measuring the disk of {files[0].parent}, once")
@@ -142,11 +158,17 @@ def _load(path: Path) -> _Disks:
     return known if known.version == _Disks().version else _Disks()
 
 
-def _disk_key(file: Path, read_bytes: int) -> str:
-    """Device, file system, device number, and the size of reads as a power of two: the speed depends on all of them."""
+def _key(file: Path, layer: ExpertLayer) -> str:
+    """Disk, layout and size of the reads as a power of two: the speed depends on all of them."""
+    read_bytes = 1 << (disk_speed.typical_read_bytes(layer) - 1).bit_length()
+    return f"{_device(file)[0]}, {'packed ' if layer.is_packed else ''}reads of {read_bytes} bytes"
+
+
+def _device(file: Path) -> tuple[str, int]:
+    """Name and number of what a file lies on."""
     resolved = file.resolve()
     device = resolved.stat().st_dev
     mounts = [part for part in psutil.disk_partitions(all=True) if resolved.is_relative_to(part.mountpoint)]
     mount = max(mounts, key=lambda part: len(part.mountpoint), default=None)
     name = f"{mount.device} {mount.fstype}" if mount else "unknown"
-    return f"{name} {os.major(device)}:{os.minor(device)}, reads of {1 << (read_bytes - 1).bit_length()} bytes"
+    return f"{name} {os.major(device)}:{os.minor(device)}", device

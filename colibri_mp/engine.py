@@ -6,12 +6,24 @@ nothing of processes (`Model.forward` does). A `ColibriError` of a step fails th
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from colibri_mp.errors import ColibriError, RequestError
-from colibri_mp.messages import Conversation, Failed, Finished, Floats, Generate, Message, Piece, Prompt, Score, Scores
+from colibri_mp.messages import (
+    Conversation,
+    Failed,
+    Finished,
+    Floats,
+    Generate,
+    Message,
+    Piece,
+    Progress,
+    Prompt,
+    Score,
+    Scores,
+)
 from colibri_mp.sampling import Sampler, resolve
 from colibri_mp.scheduler import Rows, Scheduler, Sequence
 from colibri_mp.stopping import StopStrings
@@ -164,6 +176,8 @@ class Engine:
             job = self._owners.get(id(part.sequence))
             if isinstance(job, Generation) and part.reaches_end:
                 self._next_token(job, part_logits[-1])
+            elif isinstance(job, Generation) and job.request.progress:
+                self._emit(job.client, Progress(job.request.request_id, part.start + part.count, job.num_prompt))
             elif isinstance(job, Scoring):
                 self._collect(job, part, part_logits)
 
@@ -172,13 +186,13 @@ class Engine:
         if job.first_token_s is None:
             job.first_token_s = time.perf_counter() - job.started
         if token in job.stop_ids:
-            self._finish(job, "stop")
+            self._finish(job, "stop", token if token in job.request.stop_ids else None)
             return
         job.sequence.token_ids.append(token)
         text = job.stops.push(job.decoder.push(token)) if job.decoder else ""
         self._emit(job.client, Piece(job.request.request_id, [token], text))
-        if job.stops.stopped:
-            self._finish(job, "stop")
+        if job.stops.found is not None:
+            self._finish(job, "stop", job.stops.found)
         elif job.num_generated >= job.max_tokens:
             self._finish(job, "length")
 
@@ -194,14 +208,14 @@ class Engine:
 
     # -- endings -------------------------------------------------------------------------------------------------------
 
-    def _finish(self, job: Generation, reason: str) -> None:
+    def _finish(self, job: Generation, reason: str, stopped_by: str | int | None = None) -> None:
         rest = (
             ""
-            if job.stops.stopped or job.decoder is None
+            if job.stops.found is not None or job.decoder is None
             else job.stops.push(job.decoder.finish()) + job.stops.finish()
         )
         self._drop(job)
-        self._emit(job.client, Finished(job.request.request_id, reason, rest, self._stats(job)))
+        self._emit(job.client, Finished(job.request.request_id, reason, rest, self._stats(job), stopped_by))
 
     def _fail(self, job: Generation | Scoring, error: ColibriError) -> None:
         self._drop(job)
@@ -241,13 +255,15 @@ class Engine:
         params = resolve(request.sampling, self.defaults, secrets.randbits(63))
         if request.stop and self.tokenizer is None:
             raise RequestError(
-                "stop strings need a tokenizer and this checkpoint has none; use stop tokens of its config"
+                "stop strings need a tokenizer and this checkpoint has none; give token ids to stop at (stop_ids)"
             )
+        self._check_vocabulary(request.stop_ids, "stop_ids: ")
         sequence = Sequence(prompt_ids, len(prompt_ids) + max_tokens, self.scheduler.max_rows)
         return Generation(
             client, request, sequence, Sampler(params, prompt_ids),
             self.tokenizer.stream(after=prompt_ids) if self.tokenizer else None, StopStrings(request.stop),
-            frozenset() if request.ignore_eos else self.eos_ids, len(prompt_ids), max_tokens, self.model.cache_counters(),
+            frozenset(request.stop_ids) | (frozenset() if request.ignore_eos else self.eos_ids), len(prompt_ids), max_tokens,
+            self.model.cache_counters(),
         )  # fmt: skip
 
     def _scoring(self, client: bytes, request: Score) -> Scoring:
@@ -268,7 +284,7 @@ class Engine:
         elif self.tokenizer is None:
             raise RequestError("this checkpoint has no tokenizer.json: give token ids (--prompt-ids 1,2,3)")
         elif isinstance(prompt, Conversation):
-            ids = self.tokenizer.encode_chat([{"role": m.role, "content": m.content} for m in prompt.messages])
+            ids = _encode_chat(self.tokenizer, prompt)
         else:
             ids = self.tokenizer.encode(prompt)
         self._check_ids(ids)
@@ -277,14 +293,17 @@ class Engine:
     def _check_ids(self, ids: list[int]) -> None:
         if not ids:
             raise RequestError("the prompt is empty")
-        for token in ids:
-            if not 0 <= token < self.model.vocab_size:
-                raise RequestError(f"token id {token} is outside the vocabulary 0..{self.model.vocab_size - 1}")
+        self._check_vocabulary(ids)
         if len(ids) > self.model.max_context:
             raise RequestError(
                 f"the prompt has {len(ids)} tokens, the context holds {self.model.max_context}; "
                 "shorten it or launch with a larger --ctx (the model's own limit is in `plan`)"
             )
+
+    def _check_vocabulary(self, ids: Iterable[int], where: str = "") -> None:
+        for token in ids:
+            if not 0 <= token < self.model.vocab_size:
+                raise RequestError(f"{where}token id {token} is outside the vocabulary 0..{self.model.vocab_size - 1}")
 
     def _max_tokens(self, num_prompt: int, asked: int | None) -> int:
         """`asked`, clamped to what the context still holds."""
@@ -297,6 +316,20 @@ class Engine:
                 "shorten it or launch with a larger --ctx"
             )
         return room if asked is None else min(asked, room)
+
+
+def _encode_chat(tokenizer: Tokenizer, conversation: Conversation) -> list[int]:
+    if not all(isinstance(message.get("role"), str) for message in conversation.messages):
+        raise RequestError("each message of a conversation needs a role, such as 'user'")
+    taken = {"messages", "tools", "add_generation_prompt"} & conversation.template_options.keys()
+    if taken:
+        raise RequestError(f"template_options cannot set {', '.join(sorted(taken))}: a conversation has a field for it")
+    return tokenizer.encode_chat(
+        conversation.messages,
+        tools=conversation.tools,
+        add_generation_prompt=conversation.add_generation_prompt,
+        **conversation.template_options,
+    )
 
 
 def _sequences(job: Generation | Scoring) -> list[Sequence]:

@@ -78,6 +78,13 @@ class RequestError(ColibriError):
     exit_code = 10
 
 
+class Overloaded(ColibriError):
+    """The cluster cannot take one more request now (queue or KV memory full); the same request may succeed later."""
+
+    kind = "overloaded"
+    exit_code = 13
+
+
 class TraceError(ColibriError):
     """A route trace that cannot be read, or that is no trace."""
 

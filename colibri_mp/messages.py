@@ -8,7 +8,8 @@ There is no pickle. A body is a tagged union of the structs below; an array fiel
 general form takes 0.1 ms where the code has fallen out of the processor's caches, which streaming weights sees to.
 Two conversations use them:
 
-    client  ── Generate, Score, Cancel, GetStatus, Shutdown ──▶ coordinator ── Piece, Finished, Scores, Status, Failed ──▶ client
+    client  ── Generate, Score, Cancel, GetStatus, Shutdown ──▶ coordinator
+    client  ◀── Progress, Piece, Finished, Scores, Status, Failed ── coordinator
     coordinator ── Route, Hint, Keep, Resize, Stop ──▶ worker ── Hello, Routed, PoolReport, Resized, Failed ──▶ coordinator
 
 See docs/protocol.md. Decoded arrays are read-only views into the received frames.
@@ -25,7 +26,7 @@ import numpy as np
 from colibri_mp.errors import ProtocolError
 
 MAGIC = b"CLBR"
-VERSION = 2
+VERSION = 3
 STEP_MAGIC = b"CLBS"
 _HEADER = struct.Struct("<4sHH")
 _DTYPES = ("<f4", "<i4")
@@ -57,17 +58,18 @@ class Sampling(msgspec.Struct, frozen=True):
     seed: int | None = None
 
 
-class ChatMessage(msgspec.Struct, frozen=True):
-    """One turn of a conversation: `role` is "system", "user" or "assistant"."""
-
-    role: str
-    content: str
-
-
 class Conversation(msgspec.Struct, frozen=True):
-    """A prompt for the checkpoint's chat template, which adds the start of the answer."""
+    """A prompt for the checkpoint's chat template.
 
-    messages: tuple[ChatMessage, ...]
+    `messages` and `tools` have OpenAI's form and reach the template as they are: a message has a `role`, and whatever the template
+    reads beside it (content, tool_calls, tool_call_id, name, reasoning_content). `template_options` are further variables of the
+    template, such as enable_thinking. `add_generation_prompt`: the template adds the start of the answer.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    template_options: dict[str, Any] = {}
+    add_generation_prompt: bool = True
 
 
 Prompt: TypeAlias = str | list[int] | Conversation
@@ -77,7 +79,11 @@ Prompt: TypeAlias = str | list[int] | Conversation
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
-    """Generate up to `max_tokens` tokens after `prompt`: text, token ids, or a conversation for the chat template."""
+    """Generate up to `max_tokens` tokens after `prompt`: text, token ids, or a conversation for the chat template.
+
+    The answer ends before a string of `stop`, a token of `stop_ids`, or (but for `ignore_eos`) a token that ends a text.
+    `progress`: send `Progress` between the steps that compute the prompt.
+    """
 
     request_id: int
     prompt: Prompt
@@ -85,6 +91,8 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     sampling: Sampling
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    stop_ids: tuple[int, ...] = ()
+    progress: bool = False
 
 
 class Score(msgspec.Struct, frozen=True, tag=True):
@@ -116,6 +124,14 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 # -- coordinator to client --------------------------------------------------------------------------------------------
 
 
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """How far the prompt of a `Generate` has been computed, in tokens; the first `Piece` follows when all of it has."""
+
+    request_id: int
+    num_computed: int
+    num_prompt: int
+
+
 class Piece(msgspec.Struct, frozen=True, tag=True):
     """New tokens of a request and the text that is complete by now (whole characters; may be empty)."""
 
@@ -125,12 +141,16 @@ class Piece(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """The end of a `Generate`; `text` is the rest that had been held back. `stats` as documented in `client.Completion`."""
+    """The end of a `Generate`; `text` is the rest that had been held back. `stats` as documented in `client.Completion`.
+
+    `stopped_by`: the string of `stop` or the id of `stop_ids` that ended it, None if it was something else.
+    """
 
     request_id: int
     finish_reason: str
     text: str
     stats: dict[str, Any]
+    stopped_by: str | int | None = None
 
 
 class Scores(msgspec.Struct, frozen=True, tag=True):
@@ -285,7 +305,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 _General: TypeAlias = (
     Generate | Score | Cancel | GetStatus | Shutdown
-    | Piece | Finished | Scores | Status | Failed
+    | Progress | Piece | Finished | Scores | Status | Failed
     | Hello | Resize | Resized | Keep | PoolReport | Stop
 )  # fmt: skip
 Message: TypeAlias = _General | Hint | Route | Routed

@@ -1,14 +1,20 @@
 """Which rows the next step computes: decode tokens first, then prompt chunks, within a number of rows.
 
 Pure bookkeeping, no arrays and no processes, so it is tested alone. A `Sequence` is one run of tokens with its KV blocks;
-`schedule` picks rows, `advance` says that they were computed. Waiting sequences are admitted in order of arrival as soon
-as KV blocks for their whole projected length are free.
+`schedule` picks rows, `advance` says that they were computed. Prompts share the rows that decoding leaves: equal shares, and
+what a short one does not need goes to the longer ones, so that a prompt within its share is computed in the very next step.
+
+Waiting sequences are admitted in order of arrival as soon as KV blocks for their whole projected length are free. One that
+does not fit yet lets later ones that do overtake it, `MOST_OVERTAKEN` at most: then all behind it wait with it.
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from colibri_mp.kvcache import BlockAllocator
+
+MOST_OVERTAKEN = 8
+"""Later sequences that may be admitted before a waiting one: blocks are not left idle for long, and nobody starves."""
 
 
 @dataclass(eq=False)
@@ -16,7 +22,7 @@ class Sequence:
     """Tokens of one request. `token_ids` grows while generating; the first `num_computed` have their KV stored.
 
     `max_chunk` limits prompt rows a step; `projected_tokens` is the most it can grow to. `all_logits`: logits of every
-    row are wanted, not only of the last.
+    row are wanted, not only of the last. `num_overtaken`: later ones that were admitted while it waited.
     """
 
     token_ids: list[int]
@@ -24,6 +30,7 @@ class Sequence:
     max_chunk: int
     all_logits: bool = False
     num_computed: int = 0
+    num_overtaken: int = 0
     blocks: list[int] = field(default_factory=list)
 
     @property
@@ -57,11 +64,15 @@ class Rows:
 
 
 class Scheduler:
-    """Sequences waiting, and running with KV blocks in hand. While `admits` is false those that wait go on waiting."""
+    """Sequences waiting, and running with KV blocks in hand. While `admits` is false those that wait go on waiting.
 
-    def __init__(self, allocator: BlockAllocator, max_rows: int) -> None:
+    A step has at most `max_rows` rows, and at most `max_logits` of them need logits (None: no matter how many).
+    """
+
+    def __init__(self, allocator: BlockAllocator, max_rows: int, max_logits: int | None = None) -> None:
         self.allocator = allocator
         self.max_rows = max_rows
+        self.max_logits = max_rows if max_logits is None else min(max_rows, max_logits)
         self.admits = True
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -90,18 +101,27 @@ class Scheduler:
 
     def schedule(self) -> list[Rows]:
         """Rows of the next step; empty if there is nothing to do. Admits waiting sequences first."""
-        self._admit()
+        self.admit()
         decoding = [s for s in self.running if s.num_pending == 1]
-        prefilling = [s for s in self.running if s.num_pending > 1]
-        rows = [Rows(s, s.num_computed, 1) for s in decoding[: self.max_rows]]
-        left = self.max_rows - len(rows)
-        for num_before, sequence in enumerate(prefilling):  # equal shares; what one does not need goes to the next
-            share = -(-left // (len(prefilling) - num_before))
-            count = min(share, sequence.num_pending, sequence.max_chunk)
-            if count > 0:
-                rows.append(Rows(sequence, sequence.num_computed, count))
-                left -= count
+        prompts = sorted((s for s in self.running if s.num_pending > 1), key=lambda s: s.num_pending)
+        most = max(1, self.max_logits - bool(prompts))  # one row is left for prompts, however many decode
+        rows = [Rows(s, s.num_computed, 1) for s in decoding[:most]]
+        rows += self._share(prompts, self.max_rows - len(rows), self.max_logits - len(rows))
         self._rotate(rows)
+        return rows
+
+    def _share(self, prompts: list[Sequence], left: int, logits_left: int) -> list[Rows]:
+        """Equal shares of `left` rows for prompts, the shortest first, so that what these leave goes to the longer ones."""
+        rows = []
+        for num_before, sequence in enumerate(prompts):
+            share = -(-left // (len(prompts) - num_before))
+            part = Rows(sequence, sequence.num_computed, min(share, sequence.num_pending, sequence.max_chunk))
+            if part.num_logits > logits_left:  # its end comes in a later step
+                part = replace(part, count=min(logits_left, part.count) if sequence.all_logits else part.count - 1)
+            if part.count > 0:
+                rows.append(part)
+                left -= part.count
+                logits_left -= part.num_logits
         return rows
 
     def advance(self, rows: list[Rows]) -> None:
@@ -109,14 +129,23 @@ class Scheduler:
         for part in rows:
             part.sequence.num_computed += part.count
 
-    def _admit(self) -> None:
-        while self.admits and self.waiting:
-            blocks = self.allocator.acquire(self.waiting[0].projected_tokens)
-            if blocks is None:
+    def admit(self) -> None:
+        """Let waiting sequences run, as far as KV blocks and `admits` allow."""
+        if not self.admits:
+            return
+        passed: list[Sequence] = []
+        for sequence in list(self.waiting):
+            blocks = self.allocator.acquire(sequence.projected_tokens)
+            if blocks is not None:
+                sequence.blocks = blocks
+                self.waiting.remove(sequence)
+                self.running.append(sequence)
+                for other in passed:
+                    other.num_overtaken += 1
+            else:
+                passed.append(sequence)
+            if any(other.num_overtaken >= MOST_OVERTAKEN for other in passed):
                 return
-            sequence = self.waiting.popleft()
-            sequence.blocks = blocks
-            self.running.append(sequence)
 
     def _rotate(self, rows: list[Rows]) -> None:
         """Move served sequences behind those left out, so that nobody starves when rows are short."""

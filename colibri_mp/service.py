@@ -126,7 +126,7 @@ class Service:
         tokenizer = Tokenizer.load(checkpoint.path)
         self.engine = Engine(
             self.coordinator,
-            Scheduler(allocator, self.coordinator.plan.prefill_chunk),
+            Scheduler(allocator, self.coordinator.plan.prefill_chunk, self.coordinator.max_logit_rows),
             tokenizer,
             sampling_defaults(checkpoint),
             eos_token_ids(checkpoint, tokenizer),

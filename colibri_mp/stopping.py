@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Filter between the stream of text and the client. `stopped` turns true at the first stop string and stays so."""
+    """Filter between the stream of text and the client. `found` is the first stop string, None before it comes."""
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
         self._stops = tuple(stop for stop in stops if stop)
         self._held = ""
-        self.stopped = False
+        self.found: str | None = None
 
     def push(self, text: str) -> str:
         """Take the next piece of text; returns what may be emitted now.
@@ -20,13 +20,16 @@ class StopStrings:
         The stop that is complete first counts (the longest, if several end together), so the result does not depend on
         how the text is cut into pieces. The stop itself is cut off, and all that follows is swallowed.
         """
-        if self.stopped:
+        if self.found is not None:
             return ""
         text = self._held + text
-        spans = [(begin + len(stop), begin) for stop in self._stops if (begin := text.find(stop)) >= 0]
-        self.stopped = bool(spans)
-        end = min(spans)[1] if spans else len(text) - self._undecided(text)
-        self._held = "" if self.stopped else text[end:]
+        spans = [(begin + len(stop), begin, stop) for stop in self._stops if (begin := text.find(stop)) >= 0]
+        if spans:
+            _, end, self.found = min(spans)
+            self._held = ""
+        else:
+            end = len(text) - self._undecided(text)
+            self._held = text[end:]
         return text[:end]
 
     def finish(self) -> str:

@@ -25,12 +25,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Files of one copy, how to read them and why so, and its weight among the copies (0: read if others fail)."""
+    """Files of one copy, how to read them and why so, and its weight among the copies (0: read if others fail).
+
+    `in_place`: packed slabs are read to where they belong, not through a buffer.
+    """
 
     files: tuple[Path, ...]
     mode: IoMode = "buffered"
     reason: str = "as asked"
     weight: float = 1.0
+    in_place: bool = True
 
 
 class CopyRead(NamedTuple):
@@ -44,11 +48,13 @@ class ExpertCopies:
     """Open copies of a checkpoint: the same files in the same order. Threads may read at the same time.
 
     `num_fallbacks` counts reads that another copy had to serve. `description`: how the copies are read, and why.
+    `in_place`: whether packed slabs are read to where they belong.
     """
 
     def __init__(self, copies: Sequence[Copy]) -> None:
         """Open everything; raises `ReadError` if a file cannot be opened, nothing stays open then."""
         self.num_fallbacks = 0
+        self.in_place = all(copy.in_place for copy in copies)
         total = sum(copy.weight for copy in copies)
         self._shares = [copy.weight / total for copy in copies]
         self._given = [0.0] * len(copies)  # bytes / share

@@ -5,9 +5,9 @@
     task 2  read ─ pack ─┘                                                                     still wrong: ReadError
 
 The tasks of an expert may be done by several threads, each with its own scratch buffer; `finish` comes after all of them.
-A packed layer is read in place. With `verify` "first" an expert is checked when it is read for the first time in this
-process, and whenever its file has been written to; with "always", at each read; with "off", never. Experts without
-checksums are taken as they are, and refused if their file has been written to.
+A packed layer is read in place, or through scratch where that is much faster. With `verify` "first" an expert is checked
+when it is read for the first time in this process, and whenever its file has been written to; with "always", at each
+read; with "off", never. Experts without checksums are taken as they are, and refused if their file has been written to.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from colibri_mp.config import Verify
 from colibri_mp.errors import ReadError
 from colibri_mp.formats import Encoding
 from colibri_mp.workers.copies import CopyRead, ExpertCopies
-from colibri_mp.workers.expert_files import FileChanged, buffer_bytes
+from colibri_mp.workers.expert_files import buffer_bytes
 from colibri_mp.workers.read_meter import ReadMeter, StreamCounters
 from colibri_mp.workers.read_plan import LayerPlan, MatrixRows, ReadTask
 
@@ -71,41 +71,37 @@ class ExpertReader:
         Raises `ReadError` that names layer and expert.
         """
         task = self._plans[layer].task(expert, task_idx)
-        buffer = slab.data if task.into_slab else scratch
         try:
             with self.meter.reading(len(task.ranges)) as reading:
-                found = self.copies.read(task.ranges, buffer)
+                found = self.copies.read(task.ranges, self._target(task, slab, scratch))
                 reading.nbytes = found.nbytes
         except ReadError as exc:
             raise _named(layer, expert, exc) from exc
+        started = time.perf_counter()
         self._pack_task(task, slab, scratch)
+        self.meter.add_pack(time.perf_counter() - started)
         return found
 
-    def finish(self, layer: int, expert: int, slab: Bytes, scratch: memoryview, doubt: FileChanged | None) -> None:
-        """Complete a slab whose tasks have all been run; `doubt`: what one of them said.
+    def finish(self, layer: int, expert: int, slab: Bytes, scratch: memoryview, results: Sequence[CopyRead]) -> None:
+        """Complete a slab whose tasks have all been run, with these `results`, in any order.
 
         Raises `ReadError` if the checksum is wrong, or if there is a doubt and no checksum.
         """
         plan = self._plans[layer]
+        doubt = next((result.doubt for result in results if result.doubt), None)
         slab[plan.packed_bytes :] = 0
-        checksums = plan.layer.checksums
-        if checksums is None or self._verify == "off":
+        if plan.layer.checksums is None or self._verify == "off":
             if doubt is not None:
                 raise _named(layer, expert, doubt) from doubt
-            return
-        verified = self._verified[layer]
-        if self._verify == "always" or doubt is not None or not verified[expert]:
-            self._check(plan, expert, slab, scratch, int(checksums[expert]))
-            verified[expert] = True
+        elif doubt is not None or self._is_to_check(plan, expert):
+            self._check(plan, expert, slab, scratch, int(plan.layer.checksums[expert]))
+            self._verified[layer][expert] = True
 
     def read(self, layer: int, expert: int, slab: Bytes, scratch: memoryview) -> int:
         """All of it in this thread; returns bytes read."""
-        nbytes, doubt = 0, None
-        for task_idx in range(self.num_tasks(layer)):
-            found = self.run_task(layer, expert, task_idx, slab, scratch)
-            nbytes, doubt = nbytes + found.nbytes, doubt or found.doubt
-        self.finish(layer, expert, slab, scratch, doubt)
-        return nbytes
+        results = [self.run_task(layer, expert, i, slab, scratch) for i in range(self.num_tasks(layer))]
+        self.finish(layer, expert, slab, scratch, results)
+        return sum(result.nbytes for result in results)
 
     def advise(self, layer: int, expert: int) -> None:
         """Have the system read an expert into its page cache, from the first copy."""
@@ -124,13 +120,19 @@ class ExpertReader:
 
     # ── packing ─────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def _target(self, task: ReadTask, slab: Bytes, scratch: memoryview) -> memoryview:
+        """Where the task's ranges go: its part of the slab itself, or scratch."""
+        if task.slab_offset is None or not self.copies.in_place:
+            return scratch
+        return slab.data[task.slab_offset : task.slab_offset + task.ranges[0].nbytes]
+
     def _pack_task(self, task: ReadTask, slab: Bytes, scratch: memoryview) -> None:
-        if task.into_slab:
-            return
-        started = time.perf_counter()
+        """Bring what a task has read to its place in the slab."""
         for matrix, part_offsets in zip(task.matrices, task.part_offsets, strict=True):
             self._pack_rows(matrix, part_offsets, scratch, slab)
-        self.meter.add_pack(time.perf_counter() - started)
+        if task.slab_offset is not None and not self.copies.in_place:
+            nbytes = task.ranges[0].nbytes
+            slab[task.slab_offset : task.slab_offset + nbytes] = np.frombuffer(scratch, np.uint8, count=nbytes)
 
     def _pack_rows(self, matrix: MatrixRows, part_offsets: tuple[int, ...], scratch: memoryview, slab: Bytes) -> None:
         parts = [
@@ -141,6 +143,12 @@ class ExpertReader:
         self._pack(matrix.encoding, matrix.rows, matrix.cols, parts, out)
 
     # ── checksums ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _is_to_check(self, plan: LayerPlan, expert: int) -> bool:
+        """Whether an expert is checked however its file is."""
+        if plan.layer.checksums is None or self._verify == "off":
+            return False
+        return self._verify == "always" or not self._verified[plan.layer.layer][expert]
 
     def _check(self, plan: LayerPlan, expert: int, slab: Bytes, scratch: memoryview, expected: int) -> None:
         """Compare the slab's checksum; if it is wrong, read the expert again, from each copy."""
@@ -163,7 +171,7 @@ class ExpertReader:
         """Fill the slab anew from one copy, from the disk itself; returns its checksum now."""
         for task in plan.tasks(expert):
             self.copies.forget(copy_idx, task.ranges)
-            self.copies.read_from(copy_idx, task.ranges, slab.data if task.into_slab else scratch)
+            self.copies.read_from(copy_idx, task.ranges, self._target(task, slab, scratch))
             self._pack_task(task, slab, scratch)
         slab[plan.packed_bytes :] = 0
         return checksum(slab)

@@ -25,14 +25,14 @@ from colibri_mp.workers.core import Worker, WorkerConfig
 
 _log = logging.getLogger(__name__)
 _READ_ON_S = 0.002  # between two looks at what is being read to be kept, while there is no step
-_SWITCH_S = 0.0005  # how long a reading thread may keep the interpreter while the compute thread waits for it
+SWITCH_S = 0.0005  # how long a reading thread may keep the interpreter while the compute thread waits for it
 
 
 def run(config: WorkerConfig, run_dir: Path, log_level: str) -> None:
     """Entry point of the process; returns when the worker is to end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the coordinator decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    sys.setswitchinterval(_SWITCH_S)
+    sys.setswitchinterval(SWITCH_S)
     log.configure(f"worker {config.worker_id}", log_level)
     link = Link(run_dir / "workers", f"worker-{config.worker_id}".encode())
     try:

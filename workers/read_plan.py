@@ -8,8 +8,8 @@ A small expert is one task, and one read where its pieces lie together; a large 
 that a single miss already keeps the disk busy and scratch memory stays small. Rows are cut in multiples of 16, the row
 block of the packed layout, whose blocks follow each other: a task packs into a part of the slab of its own.
 
-A packed layer needs none of this: its slabs lie in the file as they are to lie in memory, on multiples of 4096, and are
-read in place; only very large ones are cut, so that several threads share them.
+A packed layer needs none of this: its slabs lie in the file as they are to lie in memory, on multiples of 4096. Only very
+large ones are cut, into equal parts, so that several threads share them.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from colibri_mp.formats import Encoding
 from colibri_mp.kernels.layout import ExpertShape, packed_bytes
 
 TASK_BYTES = 5 << 18  # with gaps and alignment it stays below 2 MiB, one huge page of scratch memory a thread
-PACKED_TASK_BYTES = 4 << 20
+PACKED_TASK_BYTES = 2 << 20
 GAP_BYTES = 64 << 10  # a gap below this is read through: cheaper than another request
 ALIGNMENT = 4096  # of offset, length and memory in direct mode
 ROW_BLOCK = 16
@@ -59,14 +59,14 @@ class FileRange(NamedTuple):
 class ReadTask:
     """What one I/O thread does at a time: read `ranges` into its scratch buffer, then pack each of `matrices`.
 
-    `part_offsets` has, for each matrix, where in the scratch buffer each of its parts starts. `into_slab`: the ranges go
-    straight into the slab instead, and there is nothing to pack.
+    `part_offsets` has, for each matrix, where in the scratch buffer each of its parts starts. Of a packed layer there is
+    nothing to pack: the one range is what the slab has from byte `slab_offset` on.
     """
 
     ranges: tuple[FileRange, ...]
     matrices: tuple[MatrixRows, ...] = ()
     part_offsets: tuple[tuple[int, ...], ...] = ()
-    into_slab: bool = False
+    slab_offset: int | None = None
 
 
 class LayerPlan:
@@ -76,9 +76,14 @@ class LayerPlan:
         self.layer = layer
         shape = layer.shape
         self.slab_bytes, self.packed_bytes = shape.slab_bytes, shape.nbytes
-        self._cuts: Sequence[tuple[MatrixRows, ...]] = () if layer.is_packed else _cut(layer, shape)
-        self.num_tasks = -(-self.slab_bytes // PACKED_TASK_BYTES) if layer.is_packed else len(self._cuts)
-        self.scratch_bytes = max((_scratch_bound(matrices) for matrices in self._cuts), default=0)
+        if layer.is_packed:
+            self.num_tasks = -(-self.slab_bytes // PACKED_TASK_BYTES)
+            self._part_bytes = -(-self.slab_bytes // (self.num_tasks * ALIGNMENT)) * ALIGNMENT
+            self.scratch_bytes = self._part_bytes
+        else:
+            self._cuts = _cut(layer, shape)
+            self.num_tasks = len(self._cuts)
+            self.scratch_bytes = max(_scratch_bound(matrices) for matrices in self._cuts)
 
     def task(self, expert: int, task_idx: int) -> ReadTask:
         """Task `task_idx` of the `num_tasks` that together fill the slab of `expert`."""
@@ -92,9 +97,9 @@ class LayerPlan:
         return [self.task(expert, task_idx) for task_idx in range(self.num_tasks)]
 
     def _packed_task(self, file_idx: int, offset: int, task_idx: int) -> ReadTask:
-        start = task_idx * PACKED_TASK_BYTES
-        nbytes = min(PACKED_TASK_BYTES, self.slab_bytes - start)
-        return ReadTask((FileRange(file_idx, offset + start, nbytes, start),), into_slab=True)
+        start = task_idx * self._part_bytes
+        nbytes = min(self._part_bytes, self.slab_bytes - start)
+        return ReadTask((FileRange(file_idx, offset + start, nbytes, 0),), slab_offset=start)
 
 
 def _cut(layer: ExpertLayer, shape: ExpertShape) -> list[tuple[MatrixRows, ...]]:

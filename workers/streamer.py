@@ -14,7 +14,8 @@ import time
 from dataclasses import dataclass
 
 from colibri_mp.errors import ReadError
-from colibri_mp.workers.expert_files import FileChanged, aligned_buffer
+from colibri_mp.workers.copies import CopyRead
+from colibri_mp.workers.expert_files import aligned_buffer
 from colibri_mp.workers.expert_reader import Bytes, ExpertReader
 from colibri_mp.workers.read_meter import StreamCounters
 from colibri_mp.workers.task_queue import QueuedRead, TaskQueue
@@ -34,17 +35,16 @@ class Landed:
 
 
 class _Read(QueuedRead):
-    """One expert on its way. `num_left`, `nbytes`, `error`, `doubt` change under the streamer's lock."""
+    """One expert on its way. `num_left`, `results`, `error` change under the streamer's lock."""
 
-    __slots__ = ("doubt", "error", "expert", "layer", "nbytes", "num_left", "slab", "tag")
+    __slots__ = ("error", "expert", "layer", "num_left", "results", "slab", "tag")
 
     def __init__(self, tag: int, layer: int, expert: int, slab: Bytes, num_tasks: int, background: bool) -> None:
         super().__init__(num_tasks, background)
         self.tag, self.layer, self.expert, self.slab = tag, layer, expert, slab
         self.num_left = num_tasks
-        self.nbytes = 0
+        self.results: list[CopyRead] = []
         self.error: Exception | None = None
-        self.doubt: FileChanged | None = None
 
 
 class Streamer:
@@ -139,19 +139,19 @@ class Streamer:
 
     def _run(self, read: _Read, task_idx: int, scratch: memoryview) -> None:
         """One task, and the end of the read if it is the last one. Whatever goes wrong is the read's error."""
-        nbytes, doubt, error = 0, None, None
+        results: list[CopyRead] = []
+        error: Exception | None = None
         try:
             if self._is_closing:
                 raise ReadError("the worker is closing")
             if read.error is None:
-                nbytes, doubt = self._reader.run_task(read.layer, read.expert, task_idx, read.slab, scratch)
+                results.append(self._reader.run_task(read.layer, read.expert, task_idx, read.slab, scratch))
         except Exception as exc:
             error = exc
         with self._lock:
             read.num_left -= 1
-            read.nbytes += nbytes
+            read.results += results
             read.error = read.error or error
-            read.doubt = read.doubt or doubt
             is_last = read.num_left == 0
         if is_last:
             self._finish(read, scratch)
@@ -159,7 +159,8 @@ class Streamer:
     def _finish(self, read: _Read, scratch: memoryview) -> None:
         try:
             if read.error is None:
-                self._reader.finish(read.layer, read.expert, read.slab, scratch, read.doubt)
+                self._reader.finish(read.layer, read.expert, read.slab, scratch, read.results)
         except Exception as exc:
             read.error = exc
-        self._completions.put(Landed(read.tag, read.nbytes, read.error))
+        nbytes = sum(result.nbytes for result in read.results)
+        self._completions.put(Landed(read.tag, nbytes, read.error))

@@ -1,6 +1,7 @@
 """The Python API over real processes: answers, streams, seeds, batches, statistics."""
 
 import itertools
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from colibri_mp import Cluster, Completion
 from colibri_mp.errors import ConfigError, RequestError
-from colibri_mp.messages import Finished
+from colibri_mp.messages import Failed, Finished, Piece, Progress
 
 MODEL = Path(__file__).parents[1] / "golden" / "tiny" / "olmoe"
 PROMPTS = [[9, 8, 7], [100, 3], [42] * 11, [5]]
@@ -56,6 +57,51 @@ def test_interleaved_streams_are_those_of_each_alone(cluster: Cluster) -> None:
             if event is not None and not isinstance(event, Finished):
                 together[idx] += event.token_ids
     assert together == alone
+
+
+def test_many_requests_over_one_connection(cluster: Cluster) -> None:
+    """Submitted requests answer in any order, each as it would alone and with one end; a cancelled one ends too."""
+    alone = [greedy(cluster, prompt).token_ids for prompt in PROMPTS]
+    options = {"temperature": 0.0, "ignore_eos": True}
+    ids = [cluster.submit(prompt, max_tokens=12, **options) for prompt in PROMPTS]
+    endless, refused = cluster.submit([1], max_tokens=150, **options), cluster.submit([1], top_p=7.0)
+    tokens: dict[int, list[int]] = {request_id: [] for request_id in [*ids, endless, refused]}
+    ends: dict[int, str] = {}
+    cluster.cancel(endless)
+    assert cluster.stats()["requests"]["active"] >= 0  # a question in between does not disturb them
+    while (found := cluster.next_event()) is not None:
+        request_id, event = found
+        match event:
+            case Piece(token_ids=token_ids):
+                tokens[request_id] += token_ids
+            case Finished(finish_reason=reason):
+                ends[request_id] = reason
+            case Failed(kind=kind, message=message):
+                ends[request_id] = f"{kind}: {message}"
+    assert [tokens[request_id] for request_id in ids] == alone
+    assert [ends[request_id] for request_id in [*ids, endless]] == ["length"] * 4 + ["cancelled"]
+    assert ends[refused].startswith("request: top_p")
+
+
+def test_waiting_for_an_event_ends(cluster: Cluster) -> None:
+    """After the time given, and at once when the other descriptor is readable."""
+    assert cluster.next_event() is None
+    assert cluster.next_event(timeout_s=0.01) is None
+    read_fd, write_fd = os.pipe()
+    os.write(write_fd, b"x")
+    assert cluster.next_event(wake_fd=read_fd) is None
+    os.close(read_fd)
+    os.close(write_fd)
+
+
+def test_progress_of_a_long_prompt(cluster: Cluster) -> None:
+    """Progress is asked for and comes before the first token; the stream of text does not mind it."""
+    prompt = [7] * 150
+    events = list(cluster.events(prompt, max_tokens=1, progress=True))
+    told = [event for event in events if isinstance(event, Progress)]
+    assert events[: len(told)] == told
+    assert all(0 < event.num_computed < event.num_prompt == 150 for event in told)
+    assert list(cluster.stream(prompt, max_tokens=1, progress=True)) == []
 
 
 def test_clients_in_threads(cluster: Cluster) -> None:
@@ -115,6 +161,10 @@ def test_statistics_add_up(cluster: Cluster) -> None:
         ({"top_p": 7.0}, RequestError, "top_p"),
         ({"max_tokens": -1}, RequestError, "max_tokens"),
         ({"stop": "x"}, RequestError, "tokenizer"),
+        ({"stop_ids": (999,)}, RequestError, "stop_ids: token id 999"),
+        ({"max_tokens": "many"}, RequestError, "cannot be sent.*int"),
+        ({"seed": 2**70}, RequestError, "cannot be sent"),
+        ({"stop": "\ud800"}, RequestError, "cannot be sent"),
     ],
 )
 def test_bad_options(cluster: Cluster, options: dict[str, object], kind: type[Exception], what: str) -> None:
@@ -124,7 +174,7 @@ def test_bad_options(cluster: Cluster, options: dict[str, object], kind: type[Ex
     assert greedy(cluster, [1], max_tokens=1).finish_reason == "length"
 
 
-@pytest.mark.parametrize("prompt", [[1, "a"], [{"role": "user", "content": "a"}, 1], [{"role": "user"}], [1.5]])
+@pytest.mark.parametrize("prompt", [[1, "a"], [{"role": "user", "content": "a"}, 1], [1.5]])
 def test_bad_prompts(cluster: Cluster, prompt: list[object]) -> None:
     """A prompt that is none of the three kinds is refused before it is sent."""
     with pytest.raises(RequestError, match="role"):

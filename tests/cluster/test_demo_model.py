@@ -12,8 +12,9 @@ import pytest
 from colibri_mp import Cluster
 from colibri_mp.chat import Chat
 from colibri_mp.checkpoint.hub import resolve
+from colibri_mp.errors import RequestError
 from colibri_mp.memory import process_bytes
-from colibri_mp.messages import Finished
+from colibri_mp.messages import Conversation, Finished, Progress
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 REFERENCE = json.loads((GOLDEN / "demo_model.json").read_text())
@@ -81,18 +82,37 @@ def test_chat_answers_end_by_themselves(cluster: Cluster) -> None:
     assert reasons.count("stop") >= 3
 
 
+@pytest.mark.parametrize(
+    ("conversation", "what"),
+    [
+        (Conversation([{"content": "a"}]), "needs a role"),
+        (Conversation([{"role": 7, "content": "a"}]), "needs a role"),
+        (Conversation([{"role": "user"}]), "refuses these messages"),
+        (Conversation([{"role": "user", "content": "a"}], template_options={"messages": []}), "cannot set messages"),
+    ],
+)
+def test_conversations_that_make_no_prompt(cluster: Cluster, conversation: Conversation, what: str) -> None:
+    """What the template cannot use is an error of the request."""
+    with pytest.raises(RequestError, match=what):
+        cluster.generate(conversation)
+
+
 def test_stop_strings_end_before_themselves(cluster: Cluster) -> None:
     """The text ends before the stop string, in the stream as well, whatever the pieces."""
     free = cluster.generate("And the king said", max_tokens=64, temperature=0.0, ignore_eos=True).text
     stop = free[20:23]
     pieces = list(cluster.stream("And the king said", max_tokens=64, temperature=0.0, ignore_eos=True, stop=stop))
     assert "".join(pieces) == free[: free.index(stop)]
+    *_, end = cluster.events("And the king said", max_tokens=64, temperature=0.0, ignore_eos=True, stop=stop)
+    assert isinstance(end, Finished)
+    assert (end.finish_reason, end.stopped_by) == ("stop", stop)
 
 
 def test_streamed_characters_are_whole(cluster: Cluster) -> None:
     """Characters of several bytes never come in halves, also where the model writes nonsense."""
     text = ""
     for event in cluster.events("año niño corazón ¿", max_tokens=120, temperature=2.0, seed=4, ignore_eos=True):
+        assert not isinstance(event, Progress)
         text += event.text
         if not isinstance(event, Finished):
             assert not event.text.endswith("\ufffd")

@@ -9,7 +9,7 @@ import pytest
 from colibri_mp.engine import Engine
 from colibri_mp.errors import ReadError, WorkerDied
 from colibri_mp.kvcache import BlockAllocator
-from colibri_mp.messages import Failed, Finished, Floats, Generate, Message, Piece, Sampling, Score, Scores
+from colibri_mp.messages import Failed, Finished, Floats, Generate, Message, Piece, Progress, Sampling, Score, Scores
 from colibri_mp.scheduler import Rows, Scheduler
 
 VOCAB = 50
@@ -98,6 +98,29 @@ def test_stops_at_end_of_text_and_leaves_it_out() -> None:
     assert bench.tokens(b"b") == [47, 48, 49, 0, 1]
 
 
+def test_stops_at_tokens_of_the_request() -> None:
+    """A token of `stop_ids` ends the answer, is no part of it, and is named; with `ignore_eos` too."""
+    bench = Bench()
+    bench.engine.submit(b"a", ask([3], stop_ids=(6, 9), ignore_eos=True))
+    bench.run()
+    assert bench.tokens() == [4, 5]
+    end = bench.last()
+    assert isinstance(end, Finished)
+    assert (end.finish_reason, end.stopped_by) == ("stop", 6)
+
+
+def test_progress_of_a_prompt() -> None:
+    """Asked for, it comes after each step of the prompt but the last; not asked for, it does not."""
+    bench = Bench(max_rows=4)
+    bench.engine.submit(b"a", ask([1] * 10, max_tokens=1, progress=True))
+    bench.run()
+    told = [m for m in bench.sent[b"a"] if isinstance(m, Progress)]
+    assert told == [Progress(1, 4, 10), Progress(1, 8, 10)]
+    bench.engine.submit(b"b", ask([1] * 10, max_tokens=1))
+    bench.run()
+    assert len(bench.sent[b"b"]) == 2
+
+
 def test_statistics_cover_the_request() -> None:
     """Counts, and the cache's counters over the time of the request."""
     bench = Bench()
@@ -138,6 +161,7 @@ def test_max_tokens_is_clamped_to_the_context() -> None:
         (ask([1] * 40), "no room"),
         (ask([1], max_tokens=0), "max_tokens"),
         (ask([1], stop=("x",)), "tokenizer"),
+        (ask([1], stop_ids=(3, VOCAB)), "stop_ids: token id 50 is outside the vocabulary"),
         (Generate(1, "text", 5, Sampling()), "--prompt-ids"),
         (Generate(1, [1], 5, Sampling(top_p=2.0)), "top_p"),
         (Score(1, []), "no prompt"),

@@ -75,7 +75,7 @@ def test_drop_gives_the_pages_back(file: Path, buffer: memoryview) -> None:
     """After a buffered read the page cache has the range, after a dropping one it has not."""
     os.sync()
     with closing(ExpertFiles([file], "buffered")) as buffered, closing(ExpertFiles([file], "drop")) as dropping:
-        buffered.forget(FileRange(0, 0, SIZE, 0))  # pages that were written lie in larger pieces, which go only whole
+        buffered.forget_all()  # pages that were written lie in larger pieces, which go only whole
         buffered.read(WANTED, buffer)
         if not buffered.is_cached(WANTED):
             pytest.skip("this file system does not say what it has cached")

@@ -34,7 +34,7 @@ from colibri_mp.workers.expert_reader import ExpertReader
 from colibri_mp.workers.slab_audit import SlabAudit
 
 LAYER, DAMAGED = 5, 2
-LAYOUTS = ("packed", "stacked", "per_expert")
+LAYOUTS = ("packed", "packed, through a buffer", "stacked", "per_expert")
 
 
 class Disk:
@@ -42,6 +42,7 @@ class Disk:
 
     def __init__(self, folder: Path, layout: str) -> None:
         self.experts = random_experts(LAYER, 4, 128, 64, (Q4, Q8, BF16))
+        self.in_place = layout != "packed, through a buffer"
         self.file, self.layer = make(folder, self.experts, layout)
         self.layer = replace(self.layer, checksums=checksums_of(self.experts))
         self.offset = int(self.layer.offset[DAMAGED].min())
@@ -60,7 +61,7 @@ class Disk:
     @contextmanager
     def reader(self, verify: Verify = "first", mode: IoMode = "buffered", *mirrors: Path) -> Iterator[ExpertReader]:
         """An open reader."""
-        copies = ExpertCopies([Copy((path,), mode) for path in (self.file, *mirrors)])
+        copies = ExpertCopies([Copy((path,), mode, in_place=self.in_place) for path in (self.file, *mirrors)])
         reader = ExpertReader(copies, [self.layer], pack, verify)
         yield reader
         reader.close()
@@ -79,7 +80,7 @@ class Disk:
 
 def make(folder: Path, experts: ExpertBytes, layout: str) -> tuple[Path, ExpertLayer]:
     """The file and the table of a layout."""
-    if layout == "packed":
+    if layout.startswith("packed"):
         return write_packed(folder, experts)
     [file] = write(folder, experts, {"stacked": stacked, "per_expert": per_expert}[layout])
     return file, experts.expert_layer()

@@ -11,7 +11,6 @@ from colibri_mp.errors import ProtocolError
 from colibri_mp.messages import (
     MAGIC,
     VERSION,
-    ChatMessage,
     Conversation,
     Failed,
     Generate,
@@ -25,6 +24,12 @@ from colibri_mp.messages import (
     StepCounters,
     from_frames,
     to_frames,
+)
+
+CONVERSATION = Conversation(
+    [{"role": "user", "content": "hello"}, {"role": "assistant", "tool_calls": [{"id": "1", "arguments": {"a": 1.5}}]}],
+    tools=[{"type": "function"}],
+    template_options={"enable_thinking": False},
 )
 
 
@@ -67,7 +72,7 @@ def test_array_without_rows() -> None:
     assert got.x.shape == (0, 8)
 
 
-@pytest.mark.parametrize("prompt", ["text", [1, 2, 3], Conversation((ChatMessage("user", "hello"),))])
+@pytest.mark.parametrize("prompt", ["text", [1, 2, 3], CONVERSATION])
 def test_prompt_kinds(prompt: str | list[int] | Conversation) -> None:
     """Text, ids and a conversation each arrive as what they were."""
     sent = Generate(1, prompt, 4, Sampling(temperature=0.5, seed=2**63), ("stop",))
@@ -83,16 +88,16 @@ def test_sizes_of_pools() -> None:
 def test_first_frame_is_stable() -> None:
     """The bytes of a message are part of the protocol: magic, version, count, then msgpack."""
     assert received(Failed(7, "request", "no")) == [
-        b"CLBR\x02\x00\x00\x00" + b"\x84\xa4type\xa6Failed\xaarequest_id\x07\xa4kind\xa7request\xa7message\xa2no"
+        b"CLBR\x03\x00\x00\x00" + b"\x84\xa4type\xa6Failed\xaarequest_id\x07\xa4kind\xa7request\xa7message\xa2no"
     ]
-    assert (MAGIC, VERSION) == (b"CLBR", 2)
+    assert (MAGIC, VERSION) == (b"CLBR", 3)
 
 
 def test_step_frame_is_stable() -> None:
     """The fixed layout of a step: 96 bytes of header, then x, ids, weights, or y."""
     route = Route(5, 2, np.ones((1, 2), np.float32), np.array([[3]], np.int32), np.ones((1, 1), np.float32))
     (frame,) = received(route)
-    assert frame[:40] == b"CLBS\x02\x00\x01\x00" + bytes(
+    assert frame[:40] == b"CLBS\x03\x00\x01\x00" + bytes(
         [5, *[0] * 7, 2, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0]
     ) + bytes(8)
     assert frame[96:] == 2 * b"\0\0\x80?" + b"\3\0\0\0" + b"\0\0\x80?"
@@ -107,7 +112,7 @@ def test_step_frame_is_stable() -> None:
     ("damage", "what"),
     [
         (lambda f: f[:50], "without its header"),
-        (lambda f: f[:4] + b"\x03\x00" + f[6:], "protocol 3"),
+        (lambda f: f[:4] + b"\x09\x00" + f[6:], "protocol 9"),
         (lambda f: f[:6] + b"\x03\x00" + f[8:], "kind 3"),
         (lambda f: f[:-1], "3 tokens of 8 values, top-2"),
         (lambda f: f + b"\0\0\0\0", "3 tokens of 8 values, top-2"),
@@ -126,7 +131,7 @@ def test_damaged_steps_are_named(damage, what: str) -> None:  # type: ignore[no-
         (lambda f: [], "without a header"),
         (lambda f: [f[0][:5]], "without a header"),
         (lambda f: [b"HTTP" + f[0][4:], *f[1:]], "not a colibri-mp peer"),
-        (lambda f: [f[0][:4] + b"\x03\x00" + f[0][6:], *f[1:]], "protocol 3"),
+        (lambda f: [f[0][:4] + b"\x09\x00" + f[0][6:], *f[1:]], "protocol 9"),
         (lambda f: f[:1], "0 came"),
         (lambda f: [f[0][:-3], *f[1:]], "cannot be decoded"),
         (lambda f: [f[0], f[1][:-4], *f[2:]], "its shape is"),

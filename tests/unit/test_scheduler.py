@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from colibri_mp.errors import RequestError
 from colibri_mp.kvcache import BlockAllocator
-from colibri_mp.scheduler import Scheduler, Sequence
+from colibri_mp.scheduler import MOST_OVERTAKEN, Scheduler, Sequence
 
 
 def scheduler(num_blocks: int = 16, max_rows: int = 8) -> Scheduler:
@@ -109,3 +109,93 @@ def test_random_lives_keep_integrity(data: st.DataObject) -> None:
     for item in alive:
         sched.remove(item)
     assert sched.allocator.num_free == 12
+
+
+def serve(sched: Scheduler, newcomer: Sequence, at_step: int, num_steps: int) -> list[list[tuple[Sequence, int]]]:
+    """What each step computes, with `newcomer` added before one of them: (sequence, rows) of each part."""
+    steps = []
+    for step in range(num_steps):
+        if step == at_step:
+            sched.add(newcomer)
+        rows = sched.schedule()
+        steps.append([(part.sequence, part.count) for part in rows])
+        sched.advance(rows)
+        for part in rows:
+            if part.sequence.num_pending == 0 and len(part.sequence.token_ids) < part.sequence.projected_tokens:
+                part.sequence.token_ids.append(0)
+    return steps
+
+
+@pytest.mark.parametrize("num_long", [1, 3])
+def test_a_short_prompt_is_computed_in_the_very_next_step(num_long: int) -> None:
+    """While long prompts are computed, a short one gets all its rows at once, decoding goes on, and no step is longer for it."""
+    sched = scheduler(num_blocks=4096, max_rows=512)
+    decoding = [sequence(1, max_new=30) for _ in range(4)]
+    for item in [*decoding, *(sequence(2000, max_chunk=512) for _ in range(num_long))]:
+        sched.add(item)
+    short = sequence(60)
+    steps = serve(sched, short, 2, 5)
+    assert (short, 60) in steps[2]
+    for step in steps[:3]:
+        assert sum(count for _, count in step) == 512
+        assert {item for item, _ in step} >= set(decoding)
+    assert (short, 1) in steps[3]
+
+
+def test_rows_that_short_prompts_leave_are_not_wasted() -> None:
+    """Whatever the order of arrival, what a short prompt does not need goes to the long ones."""
+    sched = scheduler(num_blocks=64, max_rows=8)
+    sched.add(sequence(50))
+    sched.add(sequence(2, max_new=1))
+    assert sorted(run_step(sched)) == [(0, 2), (0, 6)]
+
+
+def test_rows_with_logits_are_limited() -> None:
+    """A step never needs more logits than there is room for, and everything is served in the end."""
+    sched = Scheduler(BlockAllocator(64, 4), 16, max_logits=3)
+    scored = Sequence(list(range(9)), 9, 100, all_logits=True)
+    sequences = [sequence(count, max_new=3) for count in (1, 2, 5, 5, 6)]
+    for item in [*sequences, scored]:
+        sched.add(item)
+    for _ in range(40):
+        rows = sched.schedule()
+        assert sum(part.num_logits for part in rows) <= 3
+        sched.advance(rows)
+        for part in rows:
+            ended = part.sequence.num_pending == 0
+            if ended and (part.sequence is scored or len(part.sequence.token_ids) == part.sequence.projected_tokens):
+                sched.remove(part.sequence)
+            elif ended:
+                part.sequence.token_ids.append(0)
+    assert not sched.running
+
+
+def test_small_ones_overtake_a_large_one_a_few_times() -> None:
+    """Blocks that a large sequence waits for are used meanwhile, but not for ever: then it is the next to run."""
+    sched = scheduler(num_blocks=4)
+    running = sequence(8)
+    sched.add(running)
+    sched.admit()
+    large = sequence(10)
+    sched.add(large)
+    for _ in range(MOST_OVERTAKEN):
+        small = sequence(3, max_new=1)
+        sched.add(small)
+        sched.admit()
+        assert small in sched.running
+        sched.remove(small)
+    late = sequence(3, max_new=1)
+    sched.add(late)
+    sched.admit()
+    assert list(sched.waiting) == [large, late]
+    sched.remove(running)
+    sched.admit()
+    assert sched.running == [large]
+
+
+def test_nothing_is_admitted_while_memory_is_short() -> None:
+    """With admission closed a sequence waits though blocks are free."""
+    sched = scheduler()
+    sched.admits = False
+    sched.add(sequence(2))
+    assert (sched.schedule(), sched.has_work, len(sched.waiting)) == ([], False, 1)

@@ -51,10 +51,10 @@ def num_fds() -> int:
 
 
 def open_reader(
-    files: Sequence[Path], layer: ExpertLayer, mode: IoMode = "buffered", packer: Packer = pack
+    files: Sequence[Path], layer: ExpertLayer, mode: IoMode = "buffered", packer: Packer = pack, in_place: bool = True
 ) -> ExpertReader:
     """A reader of one layer from one copy."""
-    return ExpertReader(ExpertCopies([Copy(tuple(files), mode)]), [layer], packer)
+    return ExpertReader(ExpertCopies([Copy(tuple(files), mode, in_place=in_place)]), [layer], packer)
 
 
 def open_streamer(
@@ -110,11 +110,12 @@ def test_slabs_have_the_right_bytes(
 
 
 @pytest.mark.parametrize("mode", ["buffered", "direct", "drop"])
+@pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("task_bytes", [read_plan.PACKED_TASK_BYTES, 3 * ALIGNMENT])
-def test_packed_experts_are_read_in_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: IoMode, task_bytes: int
+def test_packed_experts_are_not_packed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: IoMode, task_bytes: int, in_place: bool
 ) -> None:
-    """A container's expert goes straight into its slab, padding included, in one request or a few equal ones; no packing."""
+    """A container's expert goes to its slab, padding included, straight or through scratch, in one request or a few."""
 
     def no_packing(encoding: Encoding, rows: int, cols: int, parts: Sequence[Bytes], out: Bytes) -> None:
         raise AssertionError("a packed expert is packed again")
@@ -123,7 +124,7 @@ def test_packed_experts_are_read_in_place(
     experts = random_experts(3, 6, 128, 192, (Q8, Q4, BF16))
     path, layer = write_packed(tmp_path, experts)
     size = layer.shape.slab_bytes
-    streamer = Streamer(open_reader([path], layer, mode, no_packing), 3)
+    streamer = Streamer(open_reader([path], layer, mode, no_packing, in_place), 3)
     slabs = np.frombuffer(aligned_buffer(6 * size), np.uint8)[: 6 * size].reshape(6, size)
     slabs[:] = 0xAA
     landed = submit_all(streamer, 3, slabs)
@@ -132,7 +133,7 @@ def test_packed_experts_are_read_in_place(
     assert [done.error for done in landed] == [None] * 6
     assert (counters.num_reads, counters.bytes_read) == (6 * -(-size // task_bytes), 6 * size)
     assert_slabs(list(slabs), experts)
-    assert scratch_bytes([layer], 3) == 0
+    assert scratch_bytes([layer], 3) == 3 * buffer_bytes(min(size, task_bytes))
 
 
 @pytest.mark.parametrize("encodings", ENCODINGS)
@@ -193,16 +194,26 @@ def test_scratch_is_large_enough(place: Place) -> None:
             last = task.ranges[-1]
             end = last.target_offset + -(-(last.offset % ALIGNMENT + last.nbytes) // ALIGNMENT) * ALIGNMENT
             assert end <= plan.scratch_bytes
-    assert 0 <= scratch_bytes([experts.expert_layer()], 4) - 4 * plan.scratch_bytes < 4 * ALIGNMENT
+    assert scratch_bytes([experts.expert_layer()], 4) == 4 * buffer_bytes(plan.scratch_bytes)
 
 
-@pytest.mark.parametrize("nbytes", [1, 5000, (2 << 20) - 1, 2 << 20, 5 << 20])
-def test_buffers_are_aligned(nbytes: int) -> None:
-    """Scratch memory starts on a page, large buffers on 2 MiB, and is as large as the memory plan says."""
+@pytest.mark.parametrize(
+    ("nbytes", "alignment"),
+    [
+        (1, ALIGNMENT),
+        (5000, ALIGNMENT),
+        (1 << 19, ALIGNMENT),
+        ((1 << 19) + 1, 2 << 20),
+        (2 << 20, 2 << 20),
+        (5 << 20, 2 << 20),
+    ],
+)
+def test_buffers_are_aligned(nbytes: int, alignment: int) -> None:
+    """Small scratch buffers are whole pages, others whole huge pages, as large as the memory plan says."""
     buffer = aligned_buffer(nbytes)
-    address = np.frombuffer(buffer, np.uint8).ctypes.data
-    assert address % (ALIGNMENT if nbytes < 2 << 20 else 2 << 20) == 0
-    assert nbytes <= len(buffer) == buffer_bytes(nbytes) < nbytes + (2 << 20)
+    assert np.frombuffer(buffer, np.uint8).ctypes.data % alignment == 0
+    assert nbytes <= len(buffer) == buffer_bytes(nbytes) < nbytes + alignment
+    assert aligned_buffer(0).nbytes == 0
 
 
 def test_task_fits_one_huge_page() -> None:

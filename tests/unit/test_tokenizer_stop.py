@@ -27,7 +27,7 @@ def test_same_result_however_the_text_is_cut(text: str, stops: list[str], data: 
         emitted += filter_.push(rest[:size])
         rest = rest[size:]
         assert expected_text(text, stops)[0].startswith(emitted)
-    assert (emitted + filter_.finish(), filter_.stopped) == expected_text(text, stops)
+    assert (emitted + filter_.finish(), filter_.found is not None) == expected_text(text, stops)
 
 
 @given(TEXTS, STOPS)
@@ -35,14 +35,14 @@ def test_holds_back_no_more_than_needed(text: str, stops: list[str]) -> None:
     """What is held back is the start of some stop string."""
     filter_ = StopStrings(stops)
     held = text[len(filter_.push(text)) :]
-    assert filter_.stopped or held == "" or any(stop.startswith(held) for stop in stops)
+    assert filter_.found is not None or held == "" or any(stop.startswith(held) for stop in stops)
 
 
 def test_stop_across_tokens() -> None:
     """A stop spread over three pieces; what follows is swallowed."""
     filter_ = StopStrings(("\nUser:",))
     assert [filter_.push(piece) for piece in ("Yes.", "\nUs", "er", ": no", " more")] == ["Yes.", "", "", "", ""]
-    assert filter_.stopped
+    assert filter_.found is not None
     assert filter_.finish() == ""
 
 
@@ -50,5 +50,5 @@ def test_start_of_a_stop_that_comes_to_nothing() -> None:
     """Held text is emitted as soon as it can be no stop, or at the end."""
     filter_ = StopStrings(("###", ""))
     assert [filter_.push(piece) for piece in ("a#", "#b", "c##")] == ["a", "##b", "c"]
-    assert not filter_.stopped
+    assert filter_.found is None
     assert filter_.finish() == "##"
