@@ -100,9 +100,9 @@ class _Shared:
         section = Section(self._problems, f"session {name!r}" if name else place, {**values, "name": name or "unnamed"})
         section.take("name", text, "")
         options = {**self._options, **take_options(section)}
-        raw_turns = section.take("turns", items, [])
+        raw_turns: list[Any] = section.take("turns", items, [])
         if "turns" not in values:
-            section.problem("has no turns: give a list of texts, such as turns = [\"Hello\"], or of tables")
+            section.problem('has no turns: give a list of texts, such as turns = ["Hello"], or of tables')
         turns = tuple(self._turn(section, number, turn, options) for number, turn in enumerate(raw_turns, 1))
         session = Session(
             name=name,
@@ -117,7 +117,9 @@ class _Shared:
             seed=section.take("seed", whole(0, _MOST_SEED), None),
         )
         if session.form != "chat" and (values.keys() & {"system", "template_options"}):
-            section.problem("only a session with the chat template has it (turns are texts, chat is not false)", "system")
+            section.problem(
+                "only a session with the chat template has it (turns are texts, chat is not false)", "system"
+            )
         section.close()
         return session
 

@@ -38,7 +38,9 @@ def _convert(value: Any, kind: Any) -> Any:
     try:
         return msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{error}, and this is {value!r}".replace("Expected", "expected").replace("`", "").replace(" | null", "")) from error
+        raise ValueError(
+            f"{error}, and this is {value!r}".replace("Expected", "expected").replace("`", "").replace(" | null", "")
+        ) from error
 
 
 def _type_check(kind: Any) -> Callable[[Any], Any]:
@@ -51,8 +53,6 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "max_tokens": whole(1),
     "stop": one_or_more(text),
     "ignore_eos": _type_check(_REQUEST_TYPES["ignore_eos"]),
-    **{
-        name: _type_check(_REQUEST_TYPES[name]) for name in ("stop_ids", "constraint") if name in _REQUEST_TYPES
-    },
+    **{name: _type_check(_REQUEST_TYPES[name]) for name in ("stop_ids", "constraint") if name in _REQUEST_TYPES},
     **{name: _sampling_check(name, kind) for name, kind in _SAMPLING_TYPES.items() if name != "seed"},
 }

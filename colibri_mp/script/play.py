@@ -29,6 +29,7 @@ class Request:
     prompt: Prompt
     options: dict[str, Any]
     delay_s: float
+    system: str = ""
 
 
 @dataclass
@@ -59,7 +60,6 @@ class Play:
         self.state: State = "waiting"
         self.error = ""
         self.results: list[TurnResult] = []
-        self.system = ""
         self._seed = base_seed if session.seed is None else session.seed
         self._history: list[Any] = []  # of the chat: messages; of texts: texts; of ids: ids
 
@@ -145,16 +145,18 @@ class Play:
         number = len(self.results) + 1
         seed = turn.seed if turn.seed is not None else derive_seed(self._seed, self.session.name, self.repeat, number)
         asked = self._filled(turn.text, lookup) if turn.text is not None else list(turn.ids)
-        return Request(number, asked, self._prompt(asked, lookup), {**turn.options, "seed": seed}, turn.delay_s)
+        system = self._filled(self.session.system, lookup) if self.session.system else ""
+        return Request(
+            number, asked, self._prompt(asked, system), {**turn.options, "seed": seed}, turn.delay_s, system
+        )  # fmt: skip
 
-    def _prompt(self, asked: str | list[int], lookup: AnswerOf) -> Prompt:
+    def _prompt(self, asked: str | list[int], system: str) -> Prompt:
         if isinstance(asked, list):
             return [*self._history, *asked]
         if self.session.form == "text":
             return "".join([*self._history, asked])
-        self.system = self._filled(self.session.system, lookup) if self.session.system else ""
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        messages = [*system, *self._history, {"role": "user", "content": asked}]
+        first = [{"role": "system", "content": system}] if system else []
+        messages = [*first, *self._history, {"role": "user", "content": asked}]
         return Conversation(messages, template_options=self.session.template_options)
 
     def _filled(self, template: Template, lookup: AnswerOf) -> str:

@@ -51,7 +51,8 @@ def _read_toml(path: Path, text: str) -> RawScript:
 def _read_jsonl(path: Path, text: str) -> RawScript:
     """A session a line; the first line may be {"settings": {...}} instead."""
     settings: dict[str, Any] = {}
-    sessions, places = [], []
+    sessions: list[Any] = []
+    places: list[str] = []
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue

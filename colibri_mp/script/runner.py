@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from colibri_mp.client import Cluster
-from colibri_mp.errors import ColibriError, ConfigError, CoordinatorDied, RequestError
+from colibri_mp.errors import ColibriError, ConfigError, RequestError
 from colibri_mp.messages import Failed, Finished, Message, Piece
 from colibri_mp.script.definition import Script, Session
 from colibri_mp.script.figures import Times
@@ -30,7 +30,7 @@ _GIVE_UP_S = 600.0
 class Listener(Protocol):
     """Is told what happens, to show it."""
 
-    def asked(self, play: Play, request: Request) -> None:
+    def asked(self, play: Play) -> None:
         """A turn has been sent."""
 
     def heard(self, play: Play, result: TurnResult) -> None:
@@ -60,9 +60,7 @@ class _Flight:
 def make_plays(script: Script) -> list[Play]:
     """One play for each repeat of each session, in the order of the file."""
     return [
-        Play(session, repeat, script.seed)
-        for session in script.sessions
-        for repeat in range(1, session.repeat + 1)
+        Play(session, repeat, script.seed) for session in script.sessions for repeat in range(1, session.repeat + 1)
     ]
 
 
@@ -165,7 +163,7 @@ class Runner:
                 self._fail(flight, str(error))
                 continue
             self._flights[request_id] = flight
-            self._listener.asked(flight.play, flight.request)
+            self._listener.asked(flight.play)
 
     def _patience_s(self) -> float:
         """How long to wait for an event: until something else is to be done."""
@@ -244,6 +242,8 @@ class Runner:
                 flight.result.token_ids += message.token_ids
             if isinstance(message, Piece | Finished):
                 flight.result.text += message.text
+            if isinstance(message, Finished):
+                flight.result.finish_reason = message.finish_reason
             if isinstance(message, Finished | Failed):
                 del flights[event[0]]
         self._end_all("interrupted")
