@@ -171,7 +171,7 @@ def test_a_failure_ends_one_session_and_those_that_wait_for_it(tmp_path: Path) -
 def test_concurrency_is_kept(tmp_path: Path) -> None:
     """No more sessions are under way than allowed, and they begin in the order of the file."""
     cluster = Echo()
-    plays, listener = played(tmp_path, '{"name": "a", "repeat": 9, "turns": ["x", "y"]}', cluster, concurrency=3)
+    _, listener = played(tmp_path, '{"name": "a", "repeat": 9, "turns": ["x", "y"]}', cluster, concurrency=3)
     assert cluster.most_at_once == 3
     first = list(dict.fromkeys(told for told in listener.told if told.startswith("asked")))
     assert first == [f"asked a #{number}" for number in range(1, 10)]
