@@ -11,6 +11,7 @@
 resident weights while they start.
 """
 
+import json
 import os
 import threading
 from collections import Counter, defaultdict, deque
@@ -31,6 +32,7 @@ from colibri_mp.compiling import Stopping, compile_kernels
 from colibri_mp.config import LaunchConfig
 from colibri_mp.disks import ExpertMemory, choose_copies
 from colibri_mp.formats import Encoding
+from colibri_mp.kernels import isa
 from colibri_mp.kernels.attention import AttentionStage, Batch
 from colibri_mp.kernels.block import BlockStage
 from colibri_mp.kernels.expert import ExpertStage
@@ -42,7 +44,7 @@ from colibri_mp.kernels.rope import rope_tables
 from colibri_mp.kernels.router import RouterStage
 from colibri_mp.kernels.team import ThreadTeam
 from colibri_mp.limits import tightest_room
-from colibri_mp.lossy import lossy_options, with_lossy_routing
+from colibri_mp.lossy import lossy_options, with_lossy_options
 from colibri_mp.messages import Floats, PoolEvent, StepCounters
 from colibri_mp.models import load_model
 from colibri_mp.models.structure import DenseSpec, ModelSpec
@@ -90,6 +92,7 @@ class Coordinator:
         self.tiers = Tiers(config, model, plan, usage, self.weights.layers, supervisor, lone_team)
         self.lossy: tuple[str, ...] = ()
         self._should_stop = should_stop
+        self._planes = config.planes
         self._team = team
         self._step = 0
         self._totals: defaultdict[int, Counter[str]] = defaultdict(Counter)  # by worker id
@@ -120,10 +123,10 @@ class Coordinator:
         """Build everything; `stack` takes it back. Raises a `ColibriError` that says what is in the way."""
         checkpoint = Checkpoint.open(resolve(config.model, progress))
         published = load_model(checkpoint)
-        model, lossy = with_lossy_routing(published, config), lossy_options(published, config)
+        model, lossy = with_lossy_options(published, config), lossy_options(published, config)
         plan = plan_now(checkpoint, model, config)
         usage = open_usage(model, config.usage, checkpoint.fingerprint)
-        compile_kernels(encodings_of(model), config.planes, progress, should_stop)
+        compile_kernels(encodings_of(model), config.planes, progress, should_stop, model.quantises_experts)
         experts = with_checksums(model.expert_layers, checkpoint.fingerprint)
         copies = choose_copies(checkpoint, experts, config, expert_memory(experts, plan), progress)
         workers = worker_configs(checkpoint, model, experts, plan, config, copies)
@@ -220,6 +223,7 @@ class Coordinator:
         )
         num_choices = int(np.count_nonzero(ids >= 0)) if self._may_drop else ids.size
         clock.lap_workers(routed.counters, len(ids), num_choices)
+        self.tiers.layer_ended(routed.counters)
         self._uncounted.append((layer_idx, routed.counters))
         x += routed.y
         clock.end_layer()
@@ -248,6 +252,19 @@ class Coordinator:
     def limit_slabs(self, slab_bytes: int) -> None:
         """Keep the slabs of all pools within so many bytes, soon. Callable from any thread."""
         self.supervisor.request_sizes(split_slabs(self.plan.workers, slab_bytes))
+
+    def kv_identity(self) -> str:
+        """Everything but the tokens that the values in the KV cache depend on, as JSON."""
+        router = self.model.router
+        return json.dumps(
+            {
+                "fingerprint": self.checkpoint.fingerprint,
+                "isa": isa.current().value,
+                "planes": self._planes,
+                "top_k": router.top_k,
+                "top_p": router.top_p,
+            }
+        )
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
@@ -345,8 +362,8 @@ def worker_configs(
 
 def encodings_of(model: ModelSpec) -> frozenset[Encoding]:
     """Every encoding that a matrix of the model has."""
-    experts = (encoding for layer in model.expert_layers for encoding in (layer.gate, layer.up, layer.down))
-    return frozenset({matrix.encoding for matrix in model.resident_matrices()} | set(experts))
+    experts = (layer.encodings for layer in model.expert_layers)
+    return frozenset({matrix.encoding for matrix in model.resident_matrices()}).union(*experts)
 
 
 def make_batch(rows: list[Rows]) -> Batch:

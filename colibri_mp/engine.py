@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from colibri_mp.errors import ColibriError, RequestError
+from colibri_mp.logprobs import check_num_top, prompt_logprobs, token_logprob
 from colibri_mp.messages import (
     Conversation,
     Failed,
@@ -21,6 +22,7 @@ from colibri_mp.messages import (
     Piece,
     Progress,
     Prompt,
+    PromptLogprobs,
     Score,
     Scores,
 )
@@ -174,14 +176,28 @@ class Engine:
         self.num_tokens += sum(part.count for part in rows)
         for part, part_logits in list(_split(rows, logits)):  # before tokens are appended: that changes `num_logits`
             job = self._owners.get(id(part.sequence))
-            if isinstance(job, Generation) and part.reaches_end:
-                self._next_token(job, part_logits[-1])
-            elif isinstance(job, Generation) and job.request.progress:
-                self._emit(job.client, Progress(job.request.request_id, part.start + part.count, job.num_prompt))
+            if isinstance(job, Generation):
+                self._continue(job, part, part_logits)
             elif isinstance(job, Scoring):
                 self._collect(job, part, part_logits)
 
+    def _continue(self, job: Generation, part: Rows, logits: Floats) -> None:
+        """Rows of a request have been computed; logits of all of them, of the last, or of none, as it asked for."""
+        request = job.request
+        if request.prompt_logprobs is not None and part.start < job.num_prompt:
+            entries = prompt_logprobs(logits, job.sequence.token_ids, part.start, request.prompt_logprobs)
+            if entries:
+                first = part.start + 1 if part.start else 0
+                self._emit(job.client, PromptLogprobs(request.request_id, first, entries))
+        if part.reaches_end:
+            self._next_token(job, logits[-1])
+        elif request.progress:
+            self._emit(job.client, Progress(request.request_id, part.start + part.count, job.num_prompt))
+
     def _next_token(self, job: Generation, logits: Floats) -> None:
+        if job.max_tokens == 0:
+            self._finish(job, "length")
+            return
         token = job.sampler.next_token(logits)
         if job.first_token_s is None:
             job.first_token_s = time.perf_counter() - job.started
@@ -190,7 +206,9 @@ class Engine:
             return
         job.sequence.token_ids.append(token)
         text = job.stops.push(job.decoder.push(token)) if job.decoder else ""
-        self._emit(job.client, Piece(job.request.request_id, [token], text))
+        num_top = job.request.logprobs
+        logprobs = [] if num_top is None else [token_logprob(logits, token, num_top)]
+        self._emit(job.client, Piece(job.request.request_id, [token], text, logprobs))
         if job.stops.found is not None:
             self._finish(job, "stop", job.stops.found)
         elif job.num_generated >= job.max_tokens:
@@ -239,9 +257,10 @@ class Engine:
         asked = cache["hits"] + cache["misses"] + cache["promoted"]
         return {
             "prompt_tokens": job.num_prompt,
+            "cached_tokens": job.sequence.num_taken,
             "completion_tokens": job.num_generated,
             "ttft_s": first_s,
-            "prefill_tok_s": job.num_prompt / first_s if first_s > 0 else 0.0,
+            "prefill_tok_s": (job.num_prompt - job.sequence.num_taken) / first_s if first_s > 0 else 0.0,
             "decode_tok_s": (job.num_generated - 1) / decode_s if decode_s > 0 and job.num_generated > 1 else 0.0,
             "seed": job.sampler.params.seed,
             "cache": {**cache, "hit_rate": cache["hits"] / asked if asked else 0.0},
@@ -251,14 +270,19 @@ class Engine:
 
     def _generation(self, client: bytes, request: Generate) -> Generation:
         prompt_ids = self._prompt_ids(request.prompt)
-        max_tokens = self._max_tokens(len(prompt_ids), request.max_tokens)
+        wants_prompt = request.prompt_logprobs is not None
+        max_tokens = self._max_tokens(len(prompt_ids), request.max_tokens, least=0 if wants_prompt else 1)
         params = resolve(request.sampling, self.defaults, secrets.randbits(63))
         if request.stop and self.tokenizer is None:
             raise RequestError(
                 "stop strings need a tokenizer and this checkpoint has none; give token ids to stop at (stop_ids)"
             )
         self._check_vocabulary(request.stop_ids, "stop_ids: ")
-        sequence = Sequence(prompt_ids, len(prompt_ids) + max_tokens, self.scheduler.max_rows)
+        self._check_vocabulary(params.logit_bias, "logit_bias: ")
+        check_num_top("logprobs", request.logprobs)
+        check_num_top("prompt_logprobs", request.prompt_logprobs)
+        chunk = min(self.scheduler.max_rows, self.model.max_logit_rows) if wants_prompt else self.scheduler.max_rows
+        sequence = Sequence(prompt_ids, len(prompt_ids) + max_tokens, chunk, all_logits=wants_prompt)
         return Generation(
             client, request, sequence, Sampler(params, prompt_ids),
             self.tokenizer.stream(after=prompt_ids) if self.tokenizer else None, StopStrings(request.stop),
@@ -305,12 +329,12 @@ class Engine:
             if not 0 <= token < self.model.vocab_size:
                 raise RequestError(f"{where}token id {token} is outside the vocabulary 0..{self.model.vocab_size - 1}")
 
-    def _max_tokens(self, num_prompt: int, asked: int | None) -> int:
-        """`asked`, clamped to what the context still holds."""
-        if asked is not None and asked < 1:
-            raise RequestError(f"max_tokens must be at least 1, not {asked}")
+    def _max_tokens(self, num_prompt: int, asked: int | None, least: int) -> int:
+        """`asked`, clamped to what the context still holds; at least `least`."""
+        if asked is not None and asked < least:
+            raise RequestError(f"max_tokens must be at least {least}, not {asked}")
         room = self.model.max_context - num_prompt
-        if room < 1:
+        if room < (least if asked == least else 1):
             raise RequestError(
                 f"the prompt fills the context of {self.model.max_context} tokens, there is no room to generate; "
                 "shorten it or launch with a larger --ctx"

@@ -9,7 +9,7 @@ general form takes 0.1 ms where the code has fallen out of the processor's cache
 Two conversations use them:
 
     client  ── Generate, Score, Cancel, GetStatus, Shutdown ──▶ coordinator
-    client  ◀── Progress, Piece, Finished, Scores, Status, Failed ── coordinator
+    client  ◀── Progress, PromptLogprobs, Piece, Finished, Scores, Status, Failed ── coordinator
     coordinator ── Route, Hint, Keep, Resize, Stop ──▶ worker ── Hello, Routed, PoolReport, Resized, Failed ──▶ coordinator
 
 See docs/protocol.md. Decoded arrays are read-only views into the received frames.
@@ -47,7 +47,8 @@ class Array(msgspec.Struct, frozen=True):
 class Sampling(msgspec.Struct, frozen=True):
     """How the next token is chosen; `temperature` 0 is greedy. The defaults of a checkpoint fill in what is None.
 
-    Ranges: temperature >= 0, 0 < top_p <= 1, top_k >= 0 (0: off), 0 <= min_p < 1, repetition_penalty > 0.
+    Ranges: temperature >= 0, 0 < top_p <= 1, top_k >= 0 (0: off), 0 <= min_p < 1, repetition_penalty > 0, presence_penalty and
+    frequency_penalty in -2..2. `logit_bias` is added to the logits of the tokens named.
     """
 
     temperature: float | None = None
@@ -56,6 +57,9 @@ class Sampling(msgspec.Struct, frozen=True):
     min_p: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
 
 
 class Conversation(msgspec.Struct, frozen=True):
@@ -82,7 +86,8 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     """Generate up to `max_tokens` tokens after `prompt`: text, token ids, or a conversation for the chat template.
 
     The answer ends before a string of `stop`, a token of `stop_ids`, or (but for `ignore_eos`) a token that ends a text.
-    `progress`: send `Progress` between the steps that compute the prompt.
+    `progress`: send `Progress` between the steps that compute the prompt. `logprobs`: say of each token how likely the model found
+    it, and so many likeliest ones; `prompt_logprobs`: the same of the prompt's tokens (see `logprobs`; `max_tokens` may then be 0).
     """
 
     request_id: int
@@ -93,6 +98,8 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     ignore_eos: bool = False
     stop_ids: tuple[int, ...] = ()
     progress: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 class Score(msgspec.Struct, frozen=True, tag=True):
@@ -110,9 +117,13 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class GetStatus(msgspec.Struct, frozen=True, tag=True):
-    """Ask for `Status`; answered at any time, in the middle of a prefill too."""
+    """Ask for `Status`; answered at any time, in the middle of a prefill too.
+
+    `reads_memory`: read the processes' memory now (that takes 0.1 s for some GB), rather than say what was read lately.
+    """
 
     request_id: int
+    reads_memory: bool = True
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -132,12 +143,32 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     num_prompt: int
 
 
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """The natural logarithm of the probability that the model gave a token, and those of the likeliest, (id, logprob) each."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, tag=True):
+    """Logprobs of the prompt's tokens from position `start` on, None for its first; the parts come in order, before any `Piece`."""
+
+    request_id: int
+    start: int
+    entries: list[TokenLogprob | None]
+
+
 class Piece(msgspec.Struct, frozen=True, tag=True):
-    """New tokens of a request and the text that is complete by now (whole characters; may be empty)."""
+    """New tokens of a request and the text that is complete by now (whole characters; may be empty).
+
+    `logprobs`: one for each token, if they were asked for.
+    """
 
     request_id: int
     token_ids: list[int]
     text: str
+    logprobs: list[TokenLogprob] = []
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
@@ -305,7 +336,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 _General: TypeAlias = (
     Generate | Score | Cancel | GetStatus | Shutdown
-    | Progress | Piece | Finished | Scores | Status | Failed
+    | Progress | PromptLogprobs | Piece | Finished | Scores | Status | Failed
     | Hello | Resize | Resized | Keep | PoolReport | Stop
 )  # fmt: skip
 Message: TypeAlias = _General | Hint | Route | Routed

@@ -126,7 +126,9 @@ class Service:
         tokenizer = Tokenizer.load(checkpoint.path)
         self.engine = Engine(
             self.coordinator,
-            Scheduler(allocator, self.coordinator.plan.prefill_chunk, self.coordinator.max_logit_rows),
+            Scheduler(
+                allocator, self.coordinator.plan.prefill_chunk, self.coordinator.max_logit_rows, self._prefix_root()
+            ),
             tokenizer,
             sampling_defaults(checkpoint),
             eos_token_ids(checkpoint, tokenizer),
@@ -168,9 +170,10 @@ class Service:
         self.engine.fail_all(self._broken or ColibriError("the cluster is stopping"))
         return self._broken.exit_code if self._broken else 0
 
-    def status(self) -> dict[str, Any]:
-        """What `status --json` prints; the memory in it is read now."""
-        self._sample_memory()
+    def status(self, reads_memory: bool = True) -> dict[str, Any]:
+        """What `status --json` prints; the memory in it is read now, or the last reading."""
+        if reads_memory:
+            self._sample_memory()
         coordinator = self.coordinator
         cache = coordinator.cache_counters()
         asked = cache["hits"] + cache["misses"] + cache["promoted"]
@@ -188,6 +191,7 @@ class Service:
                 "kv_blocks_free": self.engine.scheduler.allocator.num_free,
                 "kv_blocks": self.engine.scheduler.allocator.num_blocks,
             },
+            "prefix_cache": self.engine.scheduler.prefix.describe(),
             "progress": {"steps": self.engine.num_steps, "tokens": self.engine.num_tokens},
             "cache": {**cache, "hit_rate": cache["hits"] / asked if asked else 0.0},
             "phases": coordinator.clock.describe(),
@@ -204,6 +208,10 @@ class Service:
             },
             "notes": list(self.notes),
         }
+
+    def _prefix_root(self) -> str | None:
+        """What a block's key begins with; None: nothing is shared."""
+        return self.coordinator.kv_identity() if self._config.prefix_cache == "on" else None
 
     def _log_to_file(self) -> None:
         """A detached cluster outlives the terminal: its messages, and its workers', go to a file from here on."""

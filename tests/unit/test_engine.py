@@ -1,5 +1,6 @@
 """The engine over a stand-in model: what requests get, whatever else is in the batch."""
 
+import itertools
 from collections import defaultdict
 from typing import Any
 
@@ -9,7 +10,19 @@ import pytest
 from colibri_mp.engine import Engine
 from colibri_mp.errors import ReadError, WorkerDied
 from colibri_mp.kvcache import BlockAllocator
-from colibri_mp.messages import Failed, Finished, Floats, Generate, Message, Piece, Progress, Sampling, Score, Scores
+from colibri_mp.messages import (
+    Failed,
+    Finished,
+    Floats,
+    Generate,
+    Message,
+    Piece,
+    Progress,
+    PromptLogprobs,
+    Sampling,
+    Score,
+    Scores,
+)
 from colibri_mp.scheduler import Rows, Scheduler
 
 VOCAB = 50
@@ -121,6 +134,51 @@ def test_progress_of_a_prompt() -> None:
     assert len(bench.sent[b"b"]) == 2
 
 
+def test_logprobs_of_the_answer() -> None:
+    """One for each token, with as many alternatives as asked for; none if not asked for."""
+    bench = Bench()
+    bench.engine.submit(b"a", ask([3], max_tokens=3, logprobs=2))
+    bench.engine.submit(b"b", ask([3], max_tokens=3))
+    bench.run()
+    found = [entry for m in bench.sent[b"a"] if isinstance(m, Piece) for entry in m.logprobs]
+    assert [entry.token_id for entry in found] == bench.tokens() == [4, 5, 6]
+    likely = 1.0 - np.log(np.e + VOCAB - 1)
+    for entry in found:
+        assert entry.logprob == pytest.approx(likely)
+        assert [idx for idx, _ in entry.top] == [entry.token_id, 0]
+    assert not any(m.logprobs for m in bench.sent[b"b"] if isinstance(m, Piece))
+
+
+def test_logprobs_of_the_prompt() -> None:
+    """They come in parts within the bound of logits, in order, before the first token, and cover the prompt."""
+    bench = Bench()
+    prompt = [3, 4, 9, 10, 11, 12, 13, 30, 31]
+    bench.engine.submit(b"a", ask(prompt, max_tokens=2, prompt_logprobs=0))
+    bench.engine.submit(b"b", ask([20]))
+    bench.run()
+    parts = [m for m in bench.sent[b"a"] if isinstance(m, PromptLogprobs)]
+    assert [m.start for m in parts] == list(itertools.accumulate((len(m.entries) for m in parts[:-1]), initial=0))
+    assert bench.sent[b"a"][: len(parts)] == parts
+    entries = [entry for m in parts for entry in m.entries]
+    assert entries[0] is None
+    assert [entry.token_id for entry in entries[1:] if entry] == prompt[1:]
+    likely, unlikely = 1.0 - np.log(np.e + VOCAB - 1), -np.log(np.e + VOCAB - 1)
+    wanted = [likely if after == before + 1 else unlikely for before, after in itertools.pairwise(prompt)]
+    assert [entry.logprob for entry in entries[1:] if entry] == pytest.approx(wanted)
+    assert bench.tokens(b"a") == [32, 33]
+    assert bench.tokens(b"b") == [21, 22, 23, 24, 25]
+
+
+def test_logprobs_of_a_prompt_alone() -> None:
+    """With `max_tokens` 0 nothing is generated, also where the prompt fills the context."""
+    bench = Bench()
+    bench.engine.submit(b"a", ask([3] * 40, max_tokens=0, prompt_logprobs=1))
+    bench.run()
+    assert bench.tokens() == []
+    assert finish_reason(bench.last()) == "length"
+    assert sum(len(m.entries) for m in bench.sent[b"a"] if isinstance(m, PromptLogprobs)) == 40
+
+
 def test_statistics_cover_the_request() -> None:
     """Counts, and the cache's counters over the time of the request."""
     bench = Bench()
@@ -160,7 +218,12 @@ def test_max_tokens_is_clamped_to_the_context() -> None:
         (ask([1] * 41), "41 tokens, the context holds 40"),
         (ask([1] * 40), "no room"),
         (ask([1], max_tokens=0), "max_tokens"),
+        (ask([1], max_tokens=-1, prompt_logprobs=0), "max_tokens must be at least 0"),
+        (ask([1] * 40, max_tokens=1, prompt_logprobs=0), "no room"),
         (ask([1], stop=("x",)), "tokenizer"),
+        (ask([1], logprobs=21), "logprobs must be in 0..20"),
+        (ask([1], prompt_logprobs=-1), "prompt_logprobs must be in 0..20"),
+        (Generate(1, [1], 5, Sampling(logit_bias={-1: 1.0})), "logit_bias: token id -1 is outside"),
         (ask([1], stop_ids=(3, VOCAB)), "stop_ids: token id 50 is outside the vocabulary"),
         (Generate(1, "text", 5, Sampling()), "--prompt-ids"),
         (Generate(1, [1], 5, Sampling(top_p=2.0)), "top_p"),
