@@ -76,6 +76,9 @@ class LaunchConfig:
         choices=("on", "off"),
     )
     prefill_chunk: int = _setting(0, "most rows of a step (0: chosen, and said)", least=0, metavar="TOKENS")
+    queue: int = _setting(
+        128, "requests that may wait until there is KV memory for them; one more is refused", least=1, metavar="N"
+    )
     slots: int = _setting(0, "experts cached per layer, at most (0: what --ram allows)", least=0, metavar="N")
     io: IoMode | Literal["auto"] = _setting(
         "auto",
