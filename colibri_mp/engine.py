@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from colibri_mp.errors import ColibriError, RequestError
+from colibri_mp.errors import ColibriError, Overloaded, RequestError
 from colibri_mp.logprobs import check_num_top, prompt_logprobs, token_logprob
 from colibri_mp.messages import (
     Conversation,
@@ -27,7 +27,7 @@ from colibri_mp.messages import (
     Scores,
 )
 from colibri_mp.sampling import Sampler, resolve
-from colibri_mp.scheduler import Rows, Scheduler, Sequence
+from colibri_mp.scheduler import Look, Rows, Scheduler, Sequence
 from colibri_mp.stopping import StopStrings
 from colibri_mp.tokenizer import StreamDecoder, Tokenizer
 
@@ -41,8 +41,8 @@ class Model(Protocol):
     vocab_size: int
     max_logit_rows: int
 
-    def forward(self, rows: list[Rows]) -> Floats:
-        """Logits float32 [R, V] of the last `num_logits` rows of each part, in order."""
+    def forward(self, rows: list[Rows], look: Look) -> Floats:
+        """Logits float32 [R, V] of the last `num_logits` rows of each part that is left at the end, in order."""
 
     def cache_counters(self) -> dict[str, float]:
         """Monotonic totals: hits, misses, bytes_read, disk_s."""
@@ -63,6 +63,7 @@ class Generation:
     max_tokens: int
     counters_before: dict[str, float]
     started: float = field(default_factory=time.perf_counter)
+    queue_s: float | None = None  # until it was admitted
     first_token_s: float | None = None
 
     @property
@@ -86,18 +87,24 @@ class Engine:
 
     def __init__(
         self, model: Model, scheduler: Scheduler, tokenizer: Tokenizer | None, defaults: dict[str, Any],
-        eos_ids: frozenset[int], emit: Emit,
+        eos_ids: frozenset[int], emit: Emit, max_waiting: int | None = None,
     ) -> None:  # fmt: skip
+        """`max_waiting`: requests that may wait to be admitted; one more is refused. None: no limit."""
         self.model = model
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.defaults = defaults
         self.eos_ids = eos_ids
+        self.max_waiting = max_waiting
+        self.num_refused = 0
         self._emit = emit
+        self._waiting: set[Generation | Scoring] = set()  # those not admitted yet, or not noted as such
         self._requests: dict[tuple[bytes, int], Generation | Scoring] = {}
         self._owners: dict[int, Generation | Scoring] = {}  # by id() of the sequence
-        self.num_steps = 0
-        self.num_tokens = 0
+        self._rows: list[Rows] = []  # of the step under way, as far as they are wanted
+        self._has_dropped = False  # since the last look at these
+        self.num_steps = self.num_tokens = 0
+        self.num_dropped_rows = 0  # taken out of steps between two layers
 
     # -- requests in ---------------------------------------------------------------------------------------------------
 
@@ -106,6 +113,7 @@ class Engine:
         try:
             if (client, request.request_id) in self._requests:
                 raise RequestError(f"request {request.request_id} of this client is still running; use another id")
+            self._check_queue()
             job = self._generation(client, request) if isinstance(request, Generate) else self._scoring(client, request)
             for sequence in _sequences(job):
                 self.scheduler.allocator.check(sequence.projected_tokens)
@@ -113,6 +121,7 @@ class Engine:
             self._emit(client, Failed(request.request_id, error.kind, str(error)))
             return
         self._requests[client, request.request_id] = job
+        self._waiting.add(job)
         for sequence in _sequences(job):
             self._owners[id(sequence)] = job
             self.scheduler.add(sequence)
@@ -138,6 +147,24 @@ class Engine:
             self._fail(job, error)
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that are not admitted yet, as of the last step or submission."""
+        return len(self._waiting)
+
+    @property
+    def waits_for(self) -> str:
+        """Why requests wait, in words; "" if none does."""
+        scheduler, allocator = self.scheduler, self.scheduler.allocator
+        if not self._waiting:
+            return ""
+        if not scheduler.admits:
+            return "memory, which is short: requests are admitted when the system has enough again"
+        return (
+            f"KV memory: {allocator.num_free} of {allocator.num_blocks} blocks of {allocator.block_tokens} tokens are free, "
+            f"{len(scheduler.running)} sequences run"
+        )
+
+    @property
     def is_idle(self) -> bool:
         """Whether there is nothing to compute."""
         return not self._requests
@@ -154,23 +181,29 @@ class Engine:
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
+    def step(self, listen: Callable[[], None] = lambda: None) -> None:
         """Advance every scheduled request by one step.
+
+        `listen` is called between two layers and may call `submit`, `cancel` and `forget_client`: rows that nobody wants any
+        more are not computed further.
 
         Raises:
             WorkerDied: the cluster cannot go on (other errors fail the requests of this step only).
         """
-        rows = self.scheduler.schedule()
-        if not rows:
+        self._rows = self.scheduler.schedule()
+        if self._waiting:
+            self._note_starts()
+        if not self._rows:
             return
         try:
-            logits = self.model.forward(rows)
+            logits = self.model.forward(self._rows, lambda: self._still_wanted(listen))
         except ColibriError as error:
             if error.kind == "worker_died":
                 raise
-            for failed in {id(j): j for j in (self._owners[id(part.sequence)] for part in rows)}.values():
+            for failed in {id(j): j for j in (self._owners[id(part.sequence)] for part in self._rows)}.values():
                 self._fail(failed, error)
             return
+        rows, self._rows = self._rows, []
         self.scheduler.advance(rows)
         self.num_steps += 1
         self.num_tokens += sum(part.count for part in rows)
@@ -180,6 +213,42 @@ class Engine:
                 self._continue(job, part, part_logits)
             elif isinstance(job, Scoring):
                 self._collect(job, part, part_logits)
+
+    def _check_queue(self) -> None:
+        """Whether one more may wait; those that fit by now are admitted first.
+
+        Raises:
+            Overloaded: as many wait as may.
+        """
+        if self.max_waiting is None or len(self._waiting) < self.max_waiting:
+            return
+        self.scheduler.admit()
+        self._note_starts()
+        if len(self._waiting) >= self.max_waiting:
+            self.num_refused += 1
+            raise Overloaded(
+                f"as many requests wait already as --queue {self.max_waiting} allows ({self.waits_for}); try again in a moment, "
+                "ask for fewer max_tokens, or launch with a larger --ctx or --queue"
+            )
+
+    def _note_starts(self) -> None:
+        """Requests that have been admitted do not wait any more."""
+        for job in [job for job in self._waiting if not any(sequence.is_waiting for sequence in _sequences(job))]:
+            self._waiting.remove(job)
+            if isinstance(job, Generation):
+                job.queue_s = time.perf_counter() - job.started
+
+    def _still_wanted(self, listen: Callable[[], None]) -> list[Rows] | None:
+        """See `Look`."""
+        listen()
+        if not self._has_dropped:
+            return None
+        self._has_dropped = False
+        left = [part for part in self._rows if id(part.sequence) in self._owners]
+        num_dropped = sum(part.count for part in self._rows) - sum(part.count for part in left)
+        self.num_dropped_rows += num_dropped
+        self._rows = left
+        return left if num_dropped else None
 
     def _continue(self, job: Generation, part: Rows, logits: Floats) -> None:
         """Rows of a request have been computed; logits of all of them, of the last, or of none, as it asked for."""
@@ -242,11 +311,13 @@ class Engine:
     def _drop(self, job: Generation | Scoring) -> None:
         for sequence in _sequences(job):
             self._release(sequence)
+        self._waiting.discard(job)
         self._requests.pop((job.client, job.request.request_id), None)
 
     def _release(self, sequence: Sequence) -> None:
         self.scheduler.remove(sequence)
         self._owners.pop(id(sequence), None)
+        self._has_dropped = True
 
     def _stats(self, job: Generation) -> dict[str, Any]:
         total_s = time.perf_counter() - job.started
@@ -259,6 +330,7 @@ class Engine:
             "prompt_tokens": job.num_prompt,
             "cached_tokens": job.sequence.num_taken,
             "completion_tokens": job.num_generated,
+            "queue_s": job.queue_s if job.queue_s is not None else total_s,
             "ttft_s": first_s,
             "prefill_tok_s": (job.num_prompt - job.sequence.num_taken) / first_s if first_s > 0 else 0.0,
             "decode_tok_s": (job.num_generated - 1) / decode_s if decode_s > 0 and job.num_generated > 1 else 0.0,

@@ -9,7 +9,7 @@ general form takes 0.1 ms where the code has fallen out of the processor's cache
 Two conversations use them:
 
     client  ── Generate, Score, Cancel, GetStatus, Shutdown ──▶ coordinator
-    client  ◀── Progress, PromptLogprobs, Piece, Finished, Scores, Status, Failed ── coordinator
+    client  ◀── Ping, Progress, PromptLogprobs, Piece, Finished, Scores, Status, Failed ── coordinator
     coordinator ── Route, Hint, Keep, Resize, Stop ──▶ worker ── Hello, Routed, PoolReport, Resized, Failed ──▶ coordinator
 
 See docs/protocol.md. Decoded arrays are read-only views into the received frames.
@@ -133,6 +133,12 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 # -- coordinator to client --------------------------------------------------------------------------------------------
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Nothing, to be ignored: a client that has gone cannot be sent it (see `control`). Of no request: the id is 0."""
+
+    request_id: int = 0
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -336,7 +342,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 _General: TypeAlias = (
     Generate | Score | Cancel | GetStatus | Shutdown
-    | Progress | PromptLogprobs | Piece | Finished | Scores | Status | Failed
+    | Ping | Progress | PromptLogprobs | Piece | Finished | Scores | Status | Failed
     | Hello | Resize | Resized | Keep | PoolReport | Stop
 )  # fmt: skip
 Message: TypeAlias = _General | Hint | Route | Routed

@@ -133,6 +133,7 @@ class Service:
             sampling_defaults(checkpoint),
             eos_token_ids(checkpoint, tokenizer),
             self.control.emit,
+            self._config.queue,
         )
         self.monitor = Monitor(self._make_governor(), self._read_pressure, self._relieve)
         self._processes = self.coordinator.processes()
@@ -154,11 +155,10 @@ class Service:
             while not self._stopping.is_set():
                 self._wait_if_idle()
                 self.coordinator.supervisor.exchange()
-                for command in self.control.inbox.drain():
-                    self._obey(command)
+                self._listen()
                 self.coordinator.supervisor.check_alive()
                 num_requests = self.engine.num_requests
-                self.engine.step()
+                self.engine.step(self._look_up)
                 if self.engine.num_requests < num_requests:
                     self.coordinator.tiers.turn_ended()
         except Stopping:
@@ -188,11 +188,19 @@ class Service:
                 "active": self.engine.num_requests,
                 "running_sequences": len(self.engine.scheduler.running),
                 "waiting_sequences": len(self.engine.scheduler.waiting),
+                "waiting": self.engine.num_waiting,
+                "waiting_for": self.engine.waits_for,
+                "queue": self._config.queue,
+                "refused": self.engine.num_refused,
                 "kv_blocks_free": self.engine.scheduler.allocator.num_free,
                 "kv_blocks": self.engine.scheduler.allocator.num_blocks,
             },
             "prefix_cache": self.engine.scheduler.prefix.describe(),
-            "progress": {"steps": self.engine.num_steps, "tokens": self.engine.num_tokens},
+            "progress": {
+                "steps": self.engine.num_steps,
+                "tokens": self.engine.num_tokens,
+                "dropped_rows": self.engine.num_dropped_rows,
+            },
             "cache": {**cache, "hit_rate": cache["hits"] / asked if asked else 0.0},
             "phases": coordinator.clock.describe(),
             "lossy": list(coordinator.lossy),
@@ -223,6 +231,16 @@ class Service:
         if not self.engine.can_step:
             self.coordinator.trace.flush()
             wait([self.control.inbox.fd, *self.coordinator.supervisor.sources], _IDLE_TICK_S)
+
+    def _listen(self) -> None:
+        """Obey what has come."""
+        for command in self.control.inbox.drain():
+            self._obey(command)
+
+    def _look_up(self) -> None:
+        """`_listen` between two layers, where it usually is for nothing and must cost nothing."""
+        if self.control.inbox.has_items:
+            self._listen()
 
     def _obey(self, command: Command) -> None:
         match command:
