@@ -171,7 +171,9 @@ def test_smuggled_heads(server: LiveServer, request_bytes: bytes, status: int) -
 def test_endless_head(server: LiveServer, client: httpx.Client) -> None:
     """A head of a megabyte is not stored: the connection is closed."""
     with contextlib.suppress(ConnectionError):
-        assert raw(server, HEAD + b"Host: localhost\r\nx: " + b"y" * 1_000_000 + b"\r\n\r\n").startswith(b"HTTP/1.1 400 ")
+        assert raw(server, HEAD + b"Host: localhost\r\nx: " + b"y" * 1_000_000 + b"\r\n\r\n").startswith(
+            b"HTTP/1.1 400 "
+        )
 
 
 def test_slow_senders_are_cut_off() -> None:
