@@ -85,6 +85,10 @@ class Tokenizer:
         """How the vocabulary writes a token, which may not be its text; "" for an id without a token."""
         return self._backend.id_to_token(token_id) or ""
 
+    def longest_token(self) -> int:
+        """Characters that the vocabulary writes its longest token with."""
+        return max(len(self.token_text(token_id)) for token_id in range(self._backend.get_vocab_size()))
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`, with what the tokenizer adds to a text of its own (such as a begin token) if asked."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
