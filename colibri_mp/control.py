@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from colibri_mp.constraints import Compiled
 from colibri_mp.errors import ProtocolError
 from colibri_mp.mailbox import Mailbox
 from colibri_mp.messages import Cancel, Generate, GetStatus, Message, Ping, Score, Shutdown, Status
@@ -33,7 +34,7 @@ class ClientGone:
     client: bytes
 
 
-Command: TypeAlias = tuple[bytes, Generate | Score | Cancel | Shutdown] | ClientGone
+Command: TypeAlias = tuple[bytes, Generate | Score | Cancel | Shutdown] | ClientGone | Compiled
 
 
 class ControlEndpoint:

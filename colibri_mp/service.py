@@ -21,19 +21,22 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import msgspec
+
 from colibri_mp import __version__, log, rundir
 from colibri_mp.compiling import Stopping
 from colibri_mp.config import LaunchConfig
+from colibri_mp.constraints import Compiled, Constraints
 from colibri_mp.control import ClientGone, Command, ControlEndpoint
 from colibri_mp.coordinator import Coordinator
 from colibri_mp.engine import Engine
-from colibri_mp.errors import ColibriError, WorkerDied
+from colibri_mp.errors import ColibriError, RequestError, WorkerDied
 from colibri_mp.handshake import Ready, Reporter, StartFailed, read_request
 from colibri_mp.kernels.kv_cache import BLOCK_TOKENS
 from colibri_mp.kvcache import BlockAllocator
 from colibri_mp.limits import rooms
 from colibri_mp.memory import MemoryWatch
-from colibri_mp.messages import Cancel, Generate, Score, Shutdown, Status
+from colibri_mp.messages import Cancel, Constraint, Failed, Generate, Score, Shutdown, Status
 from colibri_mp.monitor import Monitor
 from colibri_mp.plan_terms import CLIENT_BYTES
 from colibri_mp.pressure import Decision, Governor, Reading
@@ -138,7 +141,9 @@ class Service:
         self.monitor = Monitor(self._make_governor(), self._read_pressure, self._relieve)
         self._processes = self.coordinator.processes()
         self._sample_memory()
+        self.constraints = Constraints(tokenizer, self.engine.eos_ids, self.control.inbox.put, self._config.queue)
         self._stack.callback(self.control.close)
+        self._stack.callback(self.constraints.close)
         self._stack.callback(self.monitor.close)
         self.control.start()
         self.monitor.start()
@@ -245,14 +250,38 @@ class Service:
     def _obey(self, command: Command) -> None:
         match command:
             case ClientGone(client=client):
+                self.constraints.forget_client(client)
                 self.engine.forget_client(client)
             case (client, Cancel(request_id=request_id)):
+                if (waiting := self.constraints.cancel(client, request_id)) is not None:
+                    self.engine.submit(client, msgspec.structs.replace(waiting, constraint=None))  # for its `Finished`
                 self.engine.cancel(client, request_id)
             case (client, Shutdown(request_id=request_id)):
                 self._stopping.set()
                 self.control.emit(client, Status(request_id, self.status()))
+            case (client, Generate(constraint=Constraint()) as request):
+                self._constrain(client, request)
+            case Compiled() as compiled:
+                self._constrained(compiled)
             case (client, Generate() | Score() as request):
                 self.engine.submit(client, request)
+
+    def _constrain(self, client: bytes, request: Generate) -> None:
+        """A request begins when its constraint has been compiled."""
+        try:
+            self.constraints.begin(client, request)
+        except ColibriError as error:
+            self.control.emit(client, Failed(request.request_id, error.kind, str(error)))
+
+    def _constrained(self, compiled: Compiled) -> None:
+        if not self.constraints.take(compiled):
+            return
+        if isinstance(compiled.result, RequestError):
+            self.control.emit(
+                compiled.client, Failed(compiled.request.request_id, compiled.result.kind, str(compiled.result))
+            )
+        else:
+            self.engine.submit(compiled.client, compiled.request, compiled.result)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
