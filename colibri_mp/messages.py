@@ -116,6 +116,21 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     request_id: int
 
 
+class SaveSession(msgspec.Struct, frozen=True, tag=True):
+    """Write the KV that is cached for the longest prefix of `prompt` to the file `path`, absolute; nothing is computed."""
+
+    request_id: int
+    path: str
+    prompt: Prompt
+
+
+class RestoreSession(msgspec.Struct, frozen=True, tag=True):
+    """Cache the KV of the session file `path`, absolute, so that the next request with this content finds it."""
+
+    request_id: int
+    path: str
+
+
 class GetStatus(msgspec.Struct, frozen=True, tag=True):
     """Ask for `Status`; answered at any time, in the middle of a prefill too."""
 
@@ -189,6 +204,24 @@ class Scores(msgspec.Struct, frozen=True, tag=True):
     request_id: int
     prompt_idx: int
     logits: np.ndarray[Any, Any]
+
+
+class Saved(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `SaveSession`: of `num_asked` tokens the first `num_tokens` are in the file of `num_bytes`."""
+
+    request_id: int
+    num_tokens: int
+    num_bytes: int
+    num_asked: int
+
+
+class Restored(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `RestoreSession`: of the file's `num_in_file` tokens the first `num_tokens` are cached now."""
+
+    request_id: int
+    num_tokens: int
+    num_bytes: int
+    num_in_file: int
 
 
 class Status(msgspec.Struct, frozen=True, tag=True):
