@@ -223,6 +223,7 @@ class Coordinator:
         )
         num_choices = int(np.count_nonzero(ids >= 0)) if self._may_drop else ids.size
         clock.lap_workers(routed.counters, len(ids), num_choices)
+        self.tiers.layer_ended(routed.counters)
         self._uncounted.append((layer_idx, routed.counters))
         x += routed.y
         clock.end_layer()
