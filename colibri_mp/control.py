@@ -16,7 +16,17 @@ from typing import Any, TypeAlias
 
 from colibri_mp.errors import ProtocolError
 from colibri_mp.mailbox import Mailbox
-from colibri_mp.messages import Cancel, Generate, GetStatus, Message, Score, Shutdown, Status
+from colibri_mp.messages import (
+    Cancel,
+    Generate,
+    GetStatus,
+    Message,
+    RestoreSession,
+    SaveSession,
+    Score,
+    Shutdown,
+    Status,
+)
 from colibri_mp.transport import Listener, wait
 
 _log = logging.getLogger(__name__)
@@ -30,7 +40,7 @@ class ClientGone:
     client: bytes
 
 
-Command: TypeAlias = tuple[bytes, Generate | Score | Cancel | Shutdown] | ClientGone
+Command: TypeAlias = tuple[bytes, Generate | Score | Cancel | SaveSession | RestoreSession | Shutdown] | ClientGone
 
 
 class ControlEndpoint:
@@ -85,7 +95,7 @@ class ControlEndpoint:
             match message:
                 case GetStatus(request_id=request_id):
                     self._deliver(client, Status(request_id, self._status()))
-                case Generate() | Score() | Cancel() | Shutdown():
+                case Generate() | Score() | Cancel() | SaveSession() | RestoreSession() | Shutdown():
                     self.inbox.put((client, message))
                 case other:
                     _log.warning("dropped a %s: not a client's message", type(other).__name__)

@@ -269,7 +269,7 @@ class Engine:
     # -- making jobs ---------------------------------------------------------------------------------------------------
 
     def _generation(self, client: bytes, request: Generate) -> Generation:
-        prompt_ids = self._prompt_ids(request.prompt)
+        prompt_ids = self.prompt_ids(request.prompt)
         wants_prompt = request.prompt_logprobs is not None
         max_tokens = self._max_tokens(len(prompt_ids), request.max_tokens, least=0 if wants_prompt else 1)
         params = resolve(request.sampling, self.defaults, secrets.randbits(63))
@@ -302,7 +302,8 @@ class Engine:
             sequences.append(Sequence(list(prompt), len(prompt), chunk, all_logits=True))
         return Scoring(client, request, sequences, len(sequences))
 
-    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """The tokens of a prompt. Raises `RequestError`: it has none, or it is not of this model."""
         if isinstance(prompt, list):
             ids = list(prompt)
         elif self.tokenizer is None:

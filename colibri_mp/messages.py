@@ -8,8 +8,8 @@ There is no pickle. A body is a tagged union of the structs below; an array fiel
 general form takes 0.1 ms where the code has fallen out of the processor's caches, which streaming weights sees to.
 Two conversations use them:
 
-    client  ── Generate, Score, Cancel, GetStatus, Shutdown ──▶ coordinator
-    client  ◀── Progress, PromptLogprobs, Piece, Finished, Scores, Status, Failed ── coordinator
+    client  ── Generate, Score, Cancel, SaveSession, RestoreSession, GetStatus, Shutdown ──▶ coordinator
+    client  ◀── Progress, PromptLogprobs, Piece, Finished, Scores, Saved, Restored, Status, Failed ── coordinator
     coordinator ── Route, Hint, Keep, Resize, Stop ──▶ worker ── Hello, Routed, PoolReport, Resized, Failed ──▶ coordinator
 
 See docs/protocol.md. Decoded arrays are read-only views into the received frames.
@@ -364,8 +364,8 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 _General: TypeAlias = (
-    Generate | Score | Cancel | GetStatus | Shutdown
-    | Progress | PromptLogprobs | Piece | Finished | Scores | Status | Failed
+    Generate | Score | Cancel | SaveSession | RestoreSession | GetStatus | Shutdown
+    | Progress | PromptLogprobs | Piece | Finished | Scores | Saved | Restored | Status | Failed
     | Hello | Resize | Resized | Keep | PoolReport | Stop
 )  # fmt: skip
 Message: TypeAlias = _General | Hint | Route | Routed

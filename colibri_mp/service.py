@@ -10,6 +10,7 @@ workers stopped, segments unlinked and the run directory removed. Ctrl-C is the 
 process group and is ignored here.
 """
 
+import json
 import logging
 import os
 import signal
@@ -19,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from colibri_mp import __version__, log, rundir
@@ -33,11 +35,23 @@ from colibri_mp.kernels.kv_cache import BLOCK_TOKENS
 from colibri_mp.kvcache import BlockAllocator
 from colibri_mp.limits import rooms
 from colibri_mp.memory import MemoryWatch
-from colibri_mp.messages import Cancel, Generate, Score, Shutdown, Status
+from colibri_mp.messages import (
+    Cancel,
+    Failed,
+    Generate,
+    Restored,
+    RestoreSession,
+    Saved,
+    SaveSession,
+    Score,
+    Shutdown,
+    Status,
+)
 from colibri_mp.monitor import Monitor
 from colibri_mp.plan_terms import CLIENT_BYTES
 from colibri_mp.pressure import Decision, Governor, Reading
 from colibri_mp.scheduler import Scheduler
+from colibri_mp.session_store import SessionStore
 from colibri_mp.shm.segment import unlink_stale
 from colibri_mp.tokenizer import Tokenizer, eos_token_ids, sampling_defaults
 from colibri_mp.transport import wait
@@ -134,6 +148,8 @@ class Service:
             eos_token_ids(checkpoint, tokenizer),
             self.control.emit,
         )
+        scheduler = self.engine.scheduler
+        self.sessions = SessionStore(self.coordinator.kv, allocator, scheduler.prefix, self.coordinator.kv_identity())
         self.monitor = Monitor(self._make_governor(), self._read_pressure, self._relieve)
         self._processes = self.coordinator.processes()
         self._sample_memory()
@@ -210,7 +226,7 @@ class Service:
 
     def _prefix_root(self) -> str | None:
         """What a block's key begins with; None: nothing is shared."""
-        return self.coordinator.kv_identity() if self._config.prefix_cache == "on" else None
+        return json.dumps(self.coordinator.kv_identity()) if self._config.prefix_cache == "on" else None
 
     def _log_to_file(self) -> None:
         """A detached cluster outlives the terminal: its messages, and its workers', go to a file from here on."""
@@ -234,6 +250,17 @@ class Service:
                 self.control.emit(client, Status(request_id, self.status()))
             case (client, Generate() | Score() as request):
                 self.engine.submit(client, request)
+            case (client, SaveSession() | RestoreSession() as request):
+                self.control.emit(client, self._move_session(request))
+
+    def _move_session(self, request: SaveSession | RestoreSession) -> Saved | Restored | Failed:
+        try:
+            if isinstance(request, RestoreSession):
+                return self.sessions.restore(request.request_id, Path(request.path))
+            token_ids = self.engine.prompt_ids(request.prompt)
+            return self.sessions.save(request.request_id, token_ids, Path(request.path))
+        except ColibriError as error:
+            return Failed(request.request_id, error.kind, str(error))
 
     # -- memory --------------------------------------------------------------------------------------------------------
 

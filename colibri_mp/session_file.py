@@ -73,7 +73,7 @@ def write_session(
         with _replacing(path) as file:
             file.write(start)
             for block in blocks:
-                checksum.update(block)
+                checksum.update(block.data)
                 file.write(block.data)
             file.write(checksum.digest())
             return file.tell()
@@ -113,7 +113,7 @@ class _Reader:
         if version != VERSION:
             raise SessionError(f"{self._path} has version {version} of the format, this is {VERSION}; save it again")
         header = self._header(header_bytes)
-        size = _START.size + header_bytes + 4 * header.num_tokens + _CHECKSUM_BYTES
+        size: int = _START.size + header_bytes + 4 * header.num_tokens + _CHECKSUM_BYTES
         size += header.num_tokens // BLOCK_TOKENS * header.block_bytes
         if (actual := os.fstat(self._file.fileno()).st_size) != size:
             raise self._damaged(f"it has {actual} bytes and should have {size}")

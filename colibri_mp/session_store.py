@@ -19,9 +19,7 @@ from colibri_mp.session_file import Bytes, SessionHead, read_session, write_sess
 class SessionStore:
     """`identity`: all that the values depend on beside the tokens; a file with another one is refused."""
 
-    def __init__(
-        self, kv: KVCache, allocator: BlockAllocator, prefix: PrefixSharing, identity: dict[str, Any]
-    ) -> None:
+    def __init__(self, kv: KVCache, allocator: BlockAllocator, prefix: PrefixSharing, identity: dict[str, Any]) -> None:
         self._kv = kv
         self._allocator = allocator
         self._prefix = prefix
