@@ -87,15 +87,22 @@ class Cluster:
 
     @classmethod
     def launch(
-        cls, model: str | Path = "demo", *, progress: Callable[[str], None] | None = None, **settings: Any
+        cls,
+        model: str | Path = "demo",
+        *,
+        progress: Callable[[str], None] | None = None,
+        started: Callable[[subprocess.Popen[bytes]], None] | None = None,
+        **settings: Any,
     ) -> Self:
         """Start a cluster and wait until it serves; `settings` are those of `LaunchConfig`.
+
+        `started` gets the coordinator's process: another thread that closes its stdin ends the start.
 
         Raises:
             ColibriError: it cannot start; nothing is left behind.
         """
         config = from_keywords(LaunchConfig, {"model": str(model), **settings})
-        process, ready = start_coordinator(config, owned=True, progress=progress or _ignore)
+        process, ready = start_coordinator(config, owned=True, progress=progress or _ignore, started=started or _ignore)
         return cls(_found(ready.name), process, ready.notes)
 
     @classmethod
@@ -172,10 +179,17 @@ class Cluster:
         """
         return self._begin(prompt, options, shared=True)
 
+    def submit_status(self) -> int:
+        """Ask for the status and return the request id at once; `next_event` brings `Status`. Its memory is what was read lately."""
+        request_id = next(self._request_ids)
+        self._answers.expect(request_id, shared=True)
+        self._link.send(GetStatus(request_id, reads_memory=False))
+        return request_id
+
     def next_event(
         self, timeout_s: float | None = None, wake_fd: int | None = None
-    ) -> tuple[int, Event | Failed] | None:
-        """The next event of any submitted request, with its id; the last one of each request is `Finished` or `Failed`.
+    ) -> tuple[int, Event | Failed | Status] | None:
+        """The next event of any submitted request, with its id; the last one of each is `Finished`, `Failed` or `Status`.
 
         None after `timeout_s` seconds, when the descriptor `wake_fd` is readable and no event has come, or, if neither is
         given, when no submitted request is left.
@@ -306,5 +320,5 @@ def _found(name: str) -> rundir.RunDir:
     return found
 
 
-def _ignore(_text: str) -> None:
-    """No progress wanted."""
+def _ignore(_news: object) -> None:
+    """Nobody wants to know."""

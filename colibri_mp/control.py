@@ -46,7 +46,7 @@ Command: TypeAlias = tuple[bytes, Generate | Score | Cancel | SaveSession | Rest
 class ControlEndpoint:
     """Owns the control socket. `status` makes the answer to `GetStatus`, `tick` runs about once a second."""
 
-    def __init__(self, path: Path, status: Callable[[], dict[str, Any]], tick: Callable[[], None]) -> None:
+    def __init__(self, path: Path, status: Callable[[bool], dict[str, Any]], tick: Callable[[], None]) -> None:
         self.inbox: Mailbox[Command] = Mailbox()
         self._outbox: Mailbox[tuple[bytes, Message] | None] = Mailbox()
         self._status = status
@@ -93,8 +93,8 @@ class ControlEndpoint:
                 continue
             client, message = received
             match message:
-                case GetStatus(request_id=request_id):
-                    self._deliver(client, Status(request_id, self._status()))
+                case GetStatus(request_id=request_id, reads_memory=reads_memory):
+                    self._deliver(client, Status(request_id, self._status(reads_memory)))
                 case Generate() | Score() | Cancel() | SaveSession() | RestoreSession() | Shutdown():
                     self.inbox.put((client, message))
                 case other:

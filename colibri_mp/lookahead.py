@@ -57,8 +57,9 @@ class Trial:
     """Whether hints pay here: some decode steps with and without them in turn, then the quicker way for a long while.
 
     A read that the page cache serves takes less time than the hint for it; one from a disk takes many times more. What the
-    machine has, and how much of it is left by others, is nothing to be guessed. The blocks of a trial are off, on, on, off, off, on,
-    on, off: a pool that gets warmer speaks for neither. A new trial begins early where steps read twice as much as in the last one, or half.
+    machine has, and how much of it is left by others, is nothing to be guessed. The blocks of a trial are off, on, on, off, off,
+    on, on, off: a pool that gets warmer speaks for neither. A new trial begins early where steps read twice as much as in the last
+    one, or half.
     """
 
     def __init__(self, block: int = 16, rounds: int = 4, keep: int = 2048) -> None:

@@ -132,9 +132,13 @@ class RestoreSession(msgspec.Struct, frozen=True, tag=True):
 
 
 class GetStatus(msgspec.Struct, frozen=True, tag=True):
-    """Ask for `Status`; answered at any time, in the middle of a prefill too."""
+    """Ask for `Status`; answered at any time, in the middle of a prefill too.
+
+    `reads_memory`: read the processes' memory now (that takes 0.1 s for some GB), rather than say what was read lately.
+    """
 
     request_id: int
+    reads_memory: bool = True
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):

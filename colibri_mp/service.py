@@ -186,9 +186,10 @@ class Service:
         self.engine.fail_all(self._broken or ColibriError("the cluster is stopping"))
         return self._broken.exit_code if self._broken else 0
 
-    def status(self) -> dict[str, Any]:
-        """What `status --json` prints; the memory in it is read now."""
-        self._sample_memory()
+    def status(self, reads_memory: bool = True) -> dict[str, Any]:
+        """What `status --json` prints; the memory in it is read now, or the last reading."""
+        if reads_memory:
+            self._sample_memory()
         coordinator = self.coordinator
         cache = coordinator.cache_counters()
         asked = cache["hits"] + cache["misses"] + cache["promoted"]

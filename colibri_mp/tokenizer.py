@@ -66,6 +66,10 @@ class Tokenizer:
         found: int | None = self._backend.token_to_id(token)
         return found
 
+    def token_text(self, token_id: int) -> str:
+        """How the vocabulary writes a token, which may not be its text; "" for an id without a token."""
+        return self._backend.id_to_token(token_id) or ""
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`, with what the tokenizer adds to a text of its own (such as a begin token) if asked."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids

@@ -2,10 +2,10 @@
 
     python scripts/bench_lookahead.py [MODEL] [--disk-mb-s 200] [--slots N] [--rounds 5]
 
-The disk is paced: a worker's reads come from wherever the system has them (the page cache, as a rule), and each is handed over when
-a disk of that speed, which serves one request after the other, would have had it. (A control group's throttle was tried first. It counts bytes in
-stretches of 20 to 100 ms: a token's reads pass at full speed until a stretch is used up.) Without --disk-mb-s reads are direct and
-the disk is as it is.
+The disk is paced: a worker's reads come from wherever the system has them (the page cache, as a rule), and each is handed over
+when a disk of that speed, which serves one request after the other, would have had it. (A control group's throttle was tried
+first. It counts bytes in stretches of 20 to 100 ms: a token's reads pass at full speed until a stretch is used up.) Without
+--disk-mb-s reads are direct and the disk is as it is.
 
 One launch for each mode and round, greedy, the same tokens; ratios are of the same round. Says recall, what became of the reads
 ahead, and for which share of the time the disk was busy. JSON last. The coordinator runs in this process, the workers are spawned by it.

@@ -1,10 +1,13 @@
 """The cluster that a verb talks to: a running one, or an own one that ends with the verb."""
 
 import argparse
+import subprocess
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from colibri_mp.commands.arguments import launch_settings
 from colibri_mp.commands.terminal import ProgressLine, say
+from colibri_mp.config import LaunchConfig
 from colibri_mp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -13,6 +16,19 @@ if TYPE_CHECKING:
 
 def open_cluster(args: argparse.Namespace) -> "Cluster":
     """The running cluster that is named (or 'default'), or an own one if there is none or launch flags were given."""
+    opener = cluster_opener(args)
+    with ProgressLine() as progress:
+        return opener(progress.show, lambda _process: None)
+
+
+def cluster_opener(
+    args: argparse.Namespace,
+) -> "Callable[[Callable[[str], None], Callable[[subprocess.Popen[bytes]], None]], Cluster]":
+    """What `open_cluster` does, to be done later and in another thread: a function of `progress` and `started` (`Cluster.launch`).
+
+    Raises:
+        ConfigError: a setting that is wrong, or no cluster of that name.
+    """
     from colibri_mp import rundir
     from colibri_mp.client import Cluster
 
@@ -20,8 +36,8 @@ def open_cluster(args: argparse.Namespace) -> "Cluster":
     name = settings.get("name", "default")
     if settings.keys() <= {"name"} and rundir.find(name) is not None:
         say(f"using the running cluster {name!r}")
-        return Cluster.attach(name)
+        return lambda _progress, _started: Cluster.attach(name)
     if settings.keys() == {"name"}:
         raise ConfigError(f"no cluster named {name!r} is running; start it with `colibri-cluster launch --name {name}`")
-    with ProgressLine() as progress:
-        return Cluster.launch(**settings, progress=progress.show)
+    LaunchConfig(**settings)
+    return lambda progress, started: Cluster.launch(**settings, progress=progress, started=started)
