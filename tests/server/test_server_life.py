@@ -110,9 +110,9 @@ def test_its_cluster_dies() -> None:
         server.stop()
 
 
-def test_stalled_cluster_is_noticed() -> None:
+def test_stalled_cluster_is_noticed(strict_server: LiveServer) -> None:
     """A coordinator that does not get on is unhealthy; /health itself answers at once; afterwards all is well again."""
-    with serving("--stall", "1") as server, server.client() as client:
+    with strict_server.client() as client:
         coordinator = psutil.Process(client.get("/v1/status").json()["pid"])
         coordinator.suspend()
         try:
