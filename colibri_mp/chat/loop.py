@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from colibri_mp.answer_line import describe_answer
+from colibri_mp.chat import keeping
 from colibri_mp.chat.conversation import Conversation
 from colibri_mp.chat.lines import Lines
 from colibri_mp.client import Cluster
@@ -138,15 +139,12 @@ class Chat:
         self._unanswered = None
 
     def _save(self, rest: str) -> None:
-        path = _path(rest, "/save")
-        self._conversation.save(path)
-        self._remark(f"[saved {len(self._conversation.messages)} messages to {path}]")
+        self._remark(f"[{keeping.save(self._cluster, self._conversation, _path(rest, '/save'))}]")
 
     def _load(self, rest: str) -> None:
-        path = _path(rest, "/load")
-        self._conversation = Conversation.load(path)
+        self._conversation, said = keeping.load(self._cluster, _path(rest, "/load"))
         self._unanswered = None
-        self._remark(f"[{len(self._conversation.messages)} messages of {path}]")
+        self._remark(f"[{said}]")
 
     def _stats(self, _rest: str) -> None:
         if self._last is None:

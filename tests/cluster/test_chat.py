@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -176,6 +177,30 @@ def test_save_and_load(cluster: Cluster, tmp_path: Path) -> None:
     code, again, remarks = talk(cluster, f"/load {path}\nDefine: sea\n")
     assert (code, again.splitlines()[-1]) == (0, out.splitlines()[-1])
     assert f"[2 messages of {path}" in remarks
+
+
+def test_what_was_computed_is_saved_too(cluster: Cluster, tmp_path: Path) -> None:
+    """Another cluster goes on without computing the conversation again; a damaged file is said, and changes no answer."""
+    path = tmp_path / "talk.json"
+    _, out, remarks = talk(cluster, f"{'What does it mean? ' * 12}\n/save {path}\nDefine: sea\n")
+    kept = tmp_path / "talk.json.kv"
+    assert re.search(r"saved 2 messages to .*; [1-9]\d+ computed tokens of \d+ to ", remarks)
+    assert kept.stat().st_mode & 0o777 == 0o600
+    whole = kept.read_bytes()
+    with Cluster.launch("demo", num_workers=1, num_threads=2, ctx=512, usage="off") as other:
+        kept.write_bytes(whole[:-100])
+        code, _, remarks = talk(other, f"/load {path}\n")
+        assert (code, remarks.count("[2 messages of ")) == (0, 1)
+        assert "(the next answer begins later)" in remarks
+        kept.write_bytes(whole)
+        _, restored, remarks = talk(other, f"/load {path}\nDefine: sea\n/stats\n")
+        assert "tokens need not be computed again" in remarks
+        assert "of them cached" in restored
+    assert restored.splitlines()[0] == out.splitlines()[-1]
+    kept.unlink()
+    assert "is not there" in talk(cluster, f"/load {path}\n")[2]
+    talk(cluster, f"/save {path}\n")  # nothing has been said: nothing is kept
+    assert not kept.exists()
 
 
 @pytest.mark.parametrize(
