@@ -42,6 +42,7 @@ def script(args: argparse.Namespace) -> int:
     except ColibriError as failure:
         error = failure
     if error is not None and not launches:
+        output.remove_if_empty()
         raise error
     made = report(what, launches, interrupted=interruption.signal is not None)
     return _end(made, output, interruption, error, args.json)
