@@ -9,6 +9,7 @@ import contextlib
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 
 import uvicorn
@@ -26,6 +27,7 @@ from colibri_mp.server.routes import ROUTES
 from colibri_mp.server.settings import ServerConfig
 
 _BACKLOG = 1024
+_SWITCH_S = 0.0005  # how long the bridge's thread may keep the interpreter while the event loop waits for it
 _LAST_WORDS_S = 5  # for answers under way, when the server ends
 _SHOWN_HEADERS = ("x-request-id", "retry-after")
 
@@ -70,6 +72,7 @@ def serve(
     Raises:
         ColibriError: the cluster could not be opened.
     """
+    sys.setswitchinterval(_SWITCH_S)
     asyncio.run(_Server(config, listener, open_cluster, ready).run())
 
 
