@@ -10,7 +10,7 @@ their number is limited, and the thread has a stack for ten times as many. See h
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -117,7 +117,7 @@ class Constraints:
         from llguidance import LLMatcher, LLParserLimits
 
         if self._tables is None:
-            self._tables = _tables(tokenizer, self._eos_ids)
+            self._tables = make_tables(tokenizer, self._eos_ids)
         try:
             grammar = _grammar(constraint)
         except (ValueError, RecursionError) as error:
@@ -238,17 +238,44 @@ def _grammar(constraint: Constraint) -> str:
             return LLMatcher.grammar_from_lark(constraint.text)
 
 
-def _tables(tokenizer: Tokenizer, eos_ids: frozenset[int]) -> "LLTokenizer":
+class _Vocabulary:
+    """What the library asks of a tokenizer (`llguidance.TokenizerWrapper`)."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, known: Mapping[int, bytes], eos_id: int) -> None:
+        ids = range(tokenizer.vocab_size)
+        self.tokens = [known.get(token, b"<%d>" % token) for token in ids]
+        self.special_token_ids = [*tokenizer.special_ids, *(token for token in ids if token not in known)]
+        self.eos_token_id = eos_id
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        whole = text.decode() if isinstance(text, bytes) else text
+        return self._tokenizer.encode(whole, add_special_tokens=False)
+
+    @property
+    def adds_nothing(self) -> bool:
+        """Whether the tokens of a text are that text, so that they may stand in the middle of another one."""
+        return b"".join(self.tokens[token] for token in self("word, word")) == b"word, word"
+
+
+def make_tables(tokenizer: Tokenizer, eos_ids: frozenset[int]) -> "LLTokenizer":
     """The library's view of the vocabulary.
 
-    Raises:
-        RequestError: it does not know this kind of tokenizer.
-    """
-    from llguidance import LLTokenizer
+    It uses our tokenizer where that is simple enough; its own, made from tokenizer.json, takes several times the memory and time.
 
+    Raises:
+        RequestError: the library does not know this kind of tokenizer.
+    """
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    ends = sorted(token for token in eos_ids if token < tokenizer.vocab_size)
+    known = tokenizer.token_bytes()
     try:
-        known = sorted(token for token in eos_ids if token < tokenizer.vocab_size)
-        return LLTokenizer(tokenizer.to_json(), n_vocab=tokenizer.vocab_size, eos_token=known or None)
+        if known and ends and (vocabulary := _Vocabulary(tokenizer, known, ends[0])).adds_nothing:
+            return LLTokenizer(TokenizerWrapper(vocabulary), tokenizer.vocab_size, ends, slices=[])
+        return LLTokenizer(tokenizer.to_json(), tokenizer.vocab_size, ends or None, slices=[])
     except Exception as error:  # the library raises nothing narrower
         raise RequestError(f"constraints are not possible with this checkpoint's tokenizer: {error}") from error
 

@@ -4,13 +4,17 @@ import json
 import queue
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from llguidance import LLTokenizer
+from tokenizer_cases import BACKENDS, write_tokenizer
 
 from colibri_mp.checkpoint.hub import resolve
-from colibri_mp.constraints import MOST_REFERENCES, MOST_TEXT_BYTES, Compiled, Constraints, TokenMask
+from colibri_mp.constraints import MOST_REFERENCES, MOST_TEXT_BYTES, Compiled, Constraints, TokenMask, make_tables
 from colibri_mp.errors import Overloaded, RequestError
 from colibri_mp.messages import Constraint, Generate, Sampling
 from colibri_mp.sampling import Sampler, SamplingParams
@@ -162,6 +166,33 @@ def test_defects_are_named(bench: Bench, kind: str, text: str, what: str) -> Non
     """What cannot be compiled, or not within the limits, is the request's error, in the library's words."""
     with pytest.raises(RequestError, match=what):
         bench.mask(kind, text)
+
+
+@pytest.mark.parametrize("kind", ["demo", *BACKENDS])
+def test_tables_are_those_of_the_library(kind: str, tmp_path: Path) -> None:
+    """Bytes and special tokens that we tell the library are those that it finds itself, for each kind of tokenizer."""
+    folder = resolve("demo") if kind == "demo" else write_tokenizer(tmp_path, BACKENDS[kind]())
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer is not None
+    own = make_tables(tokenizer, EOS)
+    theirs = LLTokenizer(tokenizer.to_json(), n_vocab=tokenizer.vocab_size, eos_token=sorted(EOS))
+    ids = range(tokenizer.vocab_size)
+    assert own.vocab_size == theirs.vocab_size == len(ids)
+    assert own.eos_tokens == theirs.eos_tokens
+    assert [own.is_special_token(i) for i in ids] == [theirs.is_special_token(i) for i in ids]
+    assert [own.decode_bytes([i]) for i in ids] == [theirs.decode_bytes([i]) for i in ids]
+    text = "hello world é 🦜"
+    assert own.tokenize_str(text) == theirs.tokenize_str(text)
+
+
+def test_a_tokenizer_of_an_unknown_kind(tmp_path: Path) -> None:
+    """Where the decoder says nothing of bytes the library is asked, and its refusal is the request's error."""
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "<unk>": 2}, unk_token="<unk>"))
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, words))
+    assert tokenizer is not None
+    assert tokenizer.token_bytes() is None
+    with pytest.raises(RequestError, match="not possible with this checkpoint's tokenizer"):
+        make_tables(tokenizer, frozenset({2}))
 
 
 def test_too_much_work_is_refused(bench: Bench) -> None:
