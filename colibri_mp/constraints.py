@@ -5,7 +5,7 @@ first constraint) and the grammar. Masks are computed between two steps of the m
 long runs into the limits below and fails the request.
 
 References that follow each other, and rules that name each other, are worked through recursively by the library, in native code:
-their number is limited, and the thread has a stack for ten times as many. See https://github.com/guidance-ai/llguidance.
+their number is limited, and the thread has a stack for several times as many. Time grows by the square of an object's members. See https://github.com/guidance-ai/llguidance.
 """
 
 import json
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MOST_TEXT_BYTES = 256 * 1024
-MOST_REFERENCES = 1000
+MOST_COUNT = 1000
+"""References of a schema, members of one of its objects, rules of a grammar."""
 _STACK_BYTES = 64 << 20  # address space; pages are used as the recursion reaches them
 _MOST_INITIAL_WORK, _MOST_WORK, _MOST_STATES = 500_000, 50_000, 20_000  # in the library's units: some ms a step, 40 MB
 _JSON = {
@@ -187,40 +188,41 @@ def check_size(constraint: Constraint) -> None:
     size = len(constraint.text.encode())
     if size > MOST_TEXT_BYTES:
         raise RequestError(f"the {constraint.kind} constraint has {size} bytes, at most {MOST_TEXT_BYTES} are compiled")
-    if constraint.kind == "json_object" and constraint.text:
-        raise RequestError("a json_object constraint has no text; use json_schema to say more")
-    count = _num_references(constraint)
-    if count > MOST_REFERENCES:
-        raise RequestError(
-            f"the {constraint.kind} constraint has {count} references or rules, at most {MOST_REFERENCES} are compiled"
-        )
-
-
-def _num_references(constraint: Constraint) -> int:
-    """`$ref`s of a schema; colons of a grammar, of which each rule has one."""
     match constraint.kind:
+        case "json_object" if constraint.text:
+            raise RequestError("a json_object constraint has no text; use json_schema to say more")
         case "json_schema":
-            try:
-                return sum(1 for key in _keys(json.loads(constraint.text)) if key in ("$ref", "$dynamicRef"))
-            except (ValueError, RecursionError) as error:
-                raise RequestError(
-                    f"json_schema constraint: the schema is no JSON that can be used: {error}"
-                ) from error
+            _check_schema(constraint.text)
         case "grammar":
-            return constraint.text.count(":")
-    return 0
+            _check_count(constraint.text.count(":"), "rules (colons) in the grammar")
 
 
-def _keys(value: Any) -> Iterator[str]:
-    """Every key of every object in a JSON value."""
-    pending = [value]
+def _check_schema(text: str) -> None:
+    try:
+        objects = list(_objects(json.loads(text)))
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"json_schema constraint: the schema is no JSON that can be used: {error}") from error
+    _check_count(sum(("$ref" in item) + ("$dynamicRef" in item) for _, item in objects), "references in the schema")
+    for name, item in objects:
+        if name not in ("$defs", "definitions"):
+            _check_count(len(item), f"members of {name!r} in the schema")
+
+
+def _check_count(count: int, what: str) -> None:
+    if count > MOST_COUNT:
+        raise RequestError(f"{count} {what}, at most {MOST_COUNT} are compiled")
+
+
+def _objects(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every object in a JSON value, with the name that it stands under."""
+    pending = [("", value)]
     while pending:
-        item = pending.pop()
+        name, item = pending.pop()
         if isinstance(item, dict):
-            yield from item
-            pending += item.values()
+            yield name, item
+            pending += item.items()
         elif isinstance(item, list):
-            pending += item
+            pending += ((name, part) for part in item)
 
 
 def _grammar(constraint: Constraint) -> str:
