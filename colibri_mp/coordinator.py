@@ -263,14 +263,12 @@ class Coordinator:
 
     def kv_identity(self) -> dict[str, Any]:
         """Everything but the tokens that the values in the KV cache depend on, JSON-compatible."""
-        router = self.model.router
         return {
             "fingerprint": self.checkpoint.fingerprint,
             "isa": isa.current().value,
             "planes": self._planes,
             "kv_bits": self.kv.bits,
-            "top_k": router.top_k,
-            "top_p": router.top_p,
+            "lossy": list(self.lossy),
         }
 
     # -- reports -------------------------------------------------------------------------------------------------------
