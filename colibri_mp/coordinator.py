@@ -53,10 +53,11 @@ from colibri_mp.resident import ResidentLayer, load_resident
 from colibri_mp.rundir import ClusterInfo, RunDir
 from colibri_mp.scheduler import Rows
 from colibri_mp.shm.layout import LayerSlots, pool_bytes
+from colibri_mp.shm.policy import Eviction
 from colibri_mp.shm.segment import Segment, segment_name
 from colibri_mp.shm.view import PoolView
 from colibri_mp.supervisor import Supervisor
-from colibri_mp.tiers import Tiers, open_usage
+from colibri_mp.tiers import Tiers, choose_eviction, open_usage
 from colibri_mp.trace import EVENTS
 from colibri_mp.trace_writer import NoTrace, TraceWriter, open_trace
 from colibri_mp.usage import Usage
@@ -126,13 +127,14 @@ class Coordinator:
         compile_kernels(encodings_of(model), config.planes, progress, should_stop)
         experts = with_checksums(model.expert_layers, checkpoint.fingerprint)
         copies = choose_copies(checkpoint, experts, config, expert_memory(experts, plan), progress)
-        workers = worker_configs(checkpoint, model, experts, plan, config, copies)
+        eviction = choose_eviction(config, model, usage)
+        workers = worker_configs(checkpoint, model, experts, plan, config, copies, eviction)
         run_dir.describe(ClusterInfo(os.getpid(), str(checkpoint.path), tuple(w.segment_name for w in workers)))
         segments = [
             stack.enter_context(Segment.create(worker.segment_name, pool_bytes(worker.slots, worker.staging)))
             for worker in workers
         ]
-        trace = open_trace(config, checkpoint, model, plan, lossy)
+        trace = open_trace(config, checkpoint, model, plan, lossy, eviction)
         stack.callback(trace.close)
         supervisor = Supervisor(run_dir, config.step_timeout, config.log_level)
         stack.callback(supervisor.close)
@@ -311,7 +313,7 @@ def expert_memory(layers: Sequence[ExpertLayer], plan: Plan) -> ExpertMemory:
 
 def worker_configs(
     checkpoint: Checkpoint, model: ModelSpec, layers: Sequence[ExpertLayer], plan: Plan, config: LaunchConfig,
-    copies: tuple[Copy, ...],
+    copies: tuple[Copy, ...], eviction: Eviction,
 ) -> list[WorkerConfig]:  # fmt: skip
     """What each worker is told; `layers`: the model's experts, `copies`: where they are read from."""
     by_layer = {experts.layer: experts for experts in layers}
@@ -338,6 +340,7 @@ def worker_configs(
                 planes=config.planes,
                 staging=share.num_staging,
                 advises=config.lookahead == "advise",
+                eviction=eviction,
             )
         )
     return configs

@@ -29,6 +29,7 @@ from colibri_mp.kernels.layout import ExpertShape, pack
 from colibri_mp.kernels.team import ThreadTeam
 from colibri_mp.messages import PoolEvent, PoolReport, StepCounters, Wish
 from colibri_mp.shm.layout import LayerSlots
+from colibri_mp.shm.policy import DEFAULT_EVICTION, Eviction
 from colibri_mp.shm.pool import ExpertPool, Held
 from colibri_mp.shm.segment import Segment
 from colibri_mp.workers.background import Background
@@ -60,6 +61,7 @@ class WorkerConfig:
     read_timeout_s: float = 60.0
     staging: int = 0
     advises: bool = False
+    eviction: Eviction = DEFAULT_EVICTION
 
     @property
     def takes_hints(self) -> bool:
@@ -130,8 +132,9 @@ class Worker:
             self._segment = Segment.attach(config.segment_name)
             stack.callback(self._segment.close)
             self._pool = ExpertPool(
-                self._segment, config.slots, config.fingerprint, floor=config.top_k, staging=config.staging
-            )
+                self._segment, config.slots, config.fingerprint, floor=config.top_k, staging=config.staging,
+                eviction=config.eviction,
+            )  # fmt: skip
             stack.callback(self._pool.close)
             self._team = ThreadTeam(config.num_threads)
             stack.callback(self._team.close)
@@ -177,6 +180,7 @@ class Worker:
         do not fit the layer. The pool is sound afterwards and the next step works.
         """
         self.settle()
+        self._background.settle()
         self._check_arrays(layer, x, ids, weights, out)
         self._under_way = self._background.under_way(layer)
         stage, tally = self._stages[layer], _Tally()
@@ -215,6 +219,7 @@ class Worker:
     def resize(self, slab_bytes: int) -> int:
         """Keep the pool's slabs within `slab_bytes` from now on; returns what they may take (see `ExpertPool.resize`)."""
         self.settle()
+        self._background.settle()
         pins = {layer: self._pool.pinned(layer) for layer in self._layers}
         limits = self._pool.limits()
         usable_bytes = self._pool.resize(slab_bytes)
