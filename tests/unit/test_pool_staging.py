@@ -12,6 +12,7 @@ from colibri_mp.errors import PoolError
 from colibri_mp.shm.layer_pool import LayerPool, StagingCounters
 from colibri_mp.shm.layout import LayerSlots, SlotFlag, SlotState, pool_bytes, slot_table_in
 from colibri_mp.shm.policy import Eviction
+from colibri_mp.shm.policy import Eviction
 from colibri_mp.shm.pool import ExpertPool, Held
 from colibri_mp.shm.segment import SHM_DIR, Segment, segment_name
 from colibri_mp.shm.slots import Slots
@@ -21,6 +22,7 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="pages are count
 SLAB = 4096
 LAYERS = (LayerSlots(2, 8, 3, SLAB), LayerSlots(5, 8, 5, SLAB), LayerSlots(6, 6, 6, 2 * SLAB))
 FLOOR, STAGING = 2, 2
+LRU = Eviction("lru")  # easy to follow
 LRU = Eviction("lru")  # easy to follow
 SMALL_BYTES, LARGE_BYTES = (8 + STAGING) * SLAB, (6 + STAGING) * 2 * SLAB
 ALL_BYTES = SMALL_BYTES + LARGE_BYTES
