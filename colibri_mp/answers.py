@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from colibri_mp.errors import ProtocolError, from_wire
-from colibri_mp.messages import Failed, Finished, Message, Piece, Progress
+from colibri_mp.messages import Failed, Finished, Message, Piece, Progress, PromptLogprobs, Status
 from colibri_mp.transport import Link, wait
 
 _CHECK_S = 0.5  # how often a waiting client looks whether the coordinator lives
 
 Answer = TypeVar("Answer", bound=Message)
-Event = Progress | Piece | Finished
+Event = Progress | PromptLogprobs | Piece | Finished
 """What comes of a `Generate`; the last one is `Finished`."""
 
 
@@ -62,7 +62,7 @@ class Answers:
             raise from_wire(message.kind, message.message)
         return message
 
-    def next_shared(self, timeout_s: float | None, wake_fd: int | None) -> tuple[int, Event | Failed] | None:
+    def next_shared(self, timeout_s: float | None, wake_fd: int | None) -> tuple[int, Event | Failed | Status] | None:
         """The next message of all shared requests. None: see `Cluster.next_event`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._shared:
@@ -73,8 +73,8 @@ class Answers:
             if not self._shared and (is_woken or left_s <= 0):
                 return None
         message = self._shared.popleft()
-        event = message if isinstance(message, Failed) else _event(message)
-        if isinstance(event, Finished | Failed):
+        event = message if isinstance(message, Failed | Status) else _event(message)
+        if isinstance(event, Finished | Failed | Status):
             self.forget(event.request_id)
             self._sharing.discard(event.request_id)
         return event.request_id, event

@@ -9,7 +9,7 @@ from typing import IO, Any
 
 from colibri_mp.client import Cluster
 from colibri_mp.errors import RequestError
-from colibri_mp.messages import Finished, Progress
+from colibri_mp.messages import Finished, Progress, PromptLogprobs
 
 _HELP = "commands: /reset  /system TEXT  /stats  /help  /exit; Ctrl-C stops an answer"
 
@@ -62,7 +62,7 @@ class Chat:
         events = self._cluster.events([*system, *self._history, question], **self._options)
         try:
             for event in events:
-                if isinstance(event, Progress):
+                if isinstance(event, Progress | PromptLogprobs):
                     continue
                 text += event.text
                 print(event.text, end="", file=out, flush=True)

@@ -13,7 +13,7 @@ import itertools
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,8 +21,8 @@ from typing import Any, Self
 import numpy as np
 
 from colibri_mp import rundir
-from colibri_mp.answers import Answers, Event
-from colibri_mp.asking import AnyPrompt, generate_request
+from colibri_mp.answers import Answer, Answers, Event
+from colibri_mp.asking import AnyPrompt, generate_request, prompt_of
 from colibri_mp.config import LaunchConfig, from_keywords
 from colibri_mp.control_groups import KillCounter
 from colibri_mp.errors import ConfigError, CoordinatorDied, ProtocolError, describe_exit
@@ -34,10 +34,16 @@ from colibri_mp.messages import (
     Floats,
     GetStatus,
     Piece,
+    PromptLogprobs,
+    Restored,
+    RestoreSession,
+    Saved,
+    SaveSession,
     Score,
     Scores,
     Shutdown,
     Status,
+    TokenLogprob,
 )
 from colibri_mp.transport import Link
 
@@ -49,14 +55,18 @@ class Completion:
     """The whole answer to one prompt.
 
     `finish_reason`: "stop" (end-of-text token or stop string), "length" (max_tokens, or the context is full) or
-    "cancelled". `token_ids` leaves out the end-of-text token. `stats`: prompt_tokens, completion_tokens, ttft_s,
-    prefill_tok_s, decode_tok_s, seed, cache {hits, misses, hit_rate, bytes_read, disk_s, wait_s, ...} of the time it took.
+    "cancelled". `token_ids` leaves out the end-of-text token. `stats`: prompt_tokens, cached_tokens (of the prompt: not computed
+    but taken from what earlier requests had computed), completion_tokens, ttft_s, prefill_tok_s, decode_tok_s, seed, cache
+    {hits, misses, hit_rate, bytes_read, disk_s, wait_s, ...} of the time it took.
+    `logprobs` and `prompt_logprobs`: one for each token, if asked for (None for the first token of a prompt).
     """
 
     token_ids: list[int]
     text: str
     finish_reason: str
     stats: dict[str, Any]
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
 
 
 class Cluster:
@@ -77,15 +87,22 @@ class Cluster:
 
     @classmethod
     def launch(
-        cls, model: str | Path = "demo", *, progress: Callable[[str], None] | None = None, **settings: Any
+        cls,
+        model: str | Path = "demo",
+        *,
+        progress: Callable[[str], None] | None = None,
+        started: Callable[[subprocess.Popen[bytes]], None] | None = None,
+        **settings: Any,
     ) -> Self:
         """Start a cluster and wait until it serves; `settings` are those of `LaunchConfig`.
+
+        `started` gets the coordinator's process: another thread that closes its stdin ends the start.
 
         Raises:
             ColibriError: it cannot start; nothing is left behind.
         """
         config = from_keywords(LaunchConfig, {"model": str(model), **settings})
-        process, ready = start_coordinator(config, owned=True, progress=progress or _ignore)
+        process, ready = start_coordinator(config, owned=True, progress=progress or _ignore, started=started or _ignore)
         return cls(_found(ready.name), process, ready.notes)
 
     @classmethod
@@ -103,14 +120,19 @@ class Cluster:
         """The whole answer to `prompt`: text, token ids, or messages for the chat template. Options as in `stream`."""
         token_ids: list[int] = []
         text: list[str] = []
+        logprobs: list[TokenLogprob] = []
+        of_prompt: list[TokenLogprob | None] = []
         for event in self.events(prompt, **options):
             match event:
+                case PromptLogprobs():
+                    of_prompt += event.entries
                 case Piece():
                     text.append(event.text)
                     token_ids += event.token_ids
-                case Finished():
+                    logprobs += event.logprobs
+                case Finished(finish_reason=reason, stats=stats):
                     text.append(event.text)
-                    return Completion(token_ids, "".join(text), event.finish_reason, event.stats)
+                    return Completion(token_ids, "".join(text), reason, stats, logprobs, of_prompt)
         raise ProtocolError("the answer ended without a finish")
 
     def stream(self, prompt: AnyPrompt, **options: Any) -> Iterator[str]:
@@ -157,10 +179,17 @@ class Cluster:
         """
         return self._begin(prompt, options, shared=True)
 
+    def submit_status(self) -> int:
+        """Ask for the status and return the request id at once; `next_event` brings `Status`. Its memory is what was read lately."""
+        request_id = next(self._request_ids)
+        self._answers.expect(request_id, shared=True)
+        self._link.send(GetStatus(request_id, reads_memory=False))
+        return request_id
+
     def next_event(
         self, timeout_s: float | None = None, wake_fd: int | None = None
-    ) -> tuple[int, Event | Failed] | None:
-        """The next event of any submitted request, with its id; the last one of each request is `Finished` or `Failed`.
+    ) -> tuple[int, Event | Failed | Status] | None:
+        """The next event of any submitted request, with its id; the last one of each is `Finished`, `Failed` or `Status`.
 
         None after `timeout_s` seconds, when the descriptor `wake_fd` is readable and no event has come, or, if neither is
         given, when no submitted request is left.
@@ -194,13 +223,34 @@ class Cluster:
         self._answers.forget(request_id)
         return [np.concatenate(parts) for parts in found]
 
+    def save_session(self, prompt: AnyPrompt, path: str | Path) -> Saved:
+        """Write the KV that is cached for the longest prefix of `prompt` to a file (0600); nothing is computed.
+
+        The answer says how many tokens the file covers. The whole of a conversation is `prompt` with its last answer.
+
+        Raises:
+            SessionError, WriteError, RequestError: nothing is kept here, the file cannot be written, a bad prompt.
+        """
+        request = SaveSession(next(self._request_ids), str(Path(path).absolute()), prompt_of(prompt))
+        return self._ask(request, Saved)
+
+    def restore_session(self, path: str | Path) -> Restored:
+        """Cache the KV of a saved session: the next request that begins with its tokens does not compute them.
+
+        The answer says how many of its tokens there was memory for.
+
+        Raises:
+            SessionError: no session file, damaged, or of another model or setting; nothing has changed.
+        """
+        return self._ask(RestoreSession(next(self._request_ids), str(Path(path).absolute())), Restored)
+
     def stats(self) -> dict[str, Any]:
         """What the cluster is and does; the dict that `colibri-cluster status --json` prints."""
-        return self._ask_status(GetStatus(next(self._request_ids)))
+        return self._ask(GetStatus(next(self._request_ids)), Status).stats
 
     def stop(self) -> None:
         """End the cluster, also an attached one, and close."""
-        self._ask_status(Shutdown(next(self._request_ids)))
+        self._ask(Shutdown(next(self._request_ids)), Status)
         self.close()
 
     def wait_until_gone(self, timeout_s: float = _STOP_TIMEOUT_S) -> None:
@@ -242,12 +292,13 @@ class Cluster:
         self._link.send(request)
         return request.request_id
 
-    def _ask_status(self, message: GetStatus | Shutdown) -> dict[str, Any]:
+    def _ask(self, message: GetStatus | Shutdown | SaveSession | RestoreSession, kind: type[Answer]) -> Answer:
+        """Send a request that has one answer, of `kind`, and wait for it."""
         self._answers.expect(message.request_id)
         self._link.send(message)
-        answer = self._answers.next(message.request_id, Status)
+        answer = self._answers.next(message.request_id, kind)
         self._answers.forget(message.request_id)
-        return answer.stats
+        return answer
 
     def _check_coordinator(self) -> None:
         if (error := rundir.read_last_words(self._last_words)) is not None:
@@ -269,5 +320,5 @@ def _found(name: str) -> rundir.RunDir:
     return found
 
 
-def _ignore(_text: str) -> None:
-    """No progress wanted."""
+def _ignore(_news: object) -> None:
+    """Nobody wants to know."""

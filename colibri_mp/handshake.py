@@ -85,9 +85,12 @@ def read_request(line: bytes) -> tuple[LaunchConfig, bool]:
 
 
 def start_coordinator(
-    config: LaunchConfig, owned: bool, progress: Callable[[str], None]
+    config: LaunchConfig,
+    owned: bool,
+    progress: Callable[[str], None],
+    started: Callable[[subprocess.Popen[bytes]], None] = lambda _process: None,
 ) -> tuple[subprocess.Popen[bytes], Ready]:
-    """Start a coordinator process and wait until it serves.
+    """Start a coordinator process and wait until it serves; `started` gets the process before that.
 
     Raises:
         ColibriError: what kept it from starting.
@@ -97,6 +100,7 @@ def start_coordinator(
         [sys.executable, "-P", "-c", _MAIN, "colibri-coordinator", config.name or config.model],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=not owned,
     )  # fmt: skip
+    started(process)
     try:
         return process, _await_ready(process, StartRequest(asdict(config), owned), progress)
     except BaseException:  # Ctrl-C too: nothing may be left behind

@@ -8,8 +8,8 @@ There is no pickle. A body is a tagged union of the structs below; an array fiel
 general form takes 0.1 ms where the code has fallen out of the processor's caches, which streaming weights sees to.
 Two conversations use them:
 
-    client  ── Generate, Score, Cancel, GetStatus, Shutdown ──▶ coordinator
-    client  ◀── Progress, Piece, Finished, Scores, Status, Failed ── coordinator
+    client  ── Generate, Score, Cancel, SaveSession, RestoreSession, GetStatus, Shutdown ──▶ coordinator
+    client  ◀── Ping, Progress, PromptLogprobs, Piece, Finished, Scores, Saved, Restored, Status, Failed ── coordinator
     coordinator ── Route, Hint, Keep, Resize, Stop ──▶ worker ── Hello, Routed, PoolReport, Resized, Failed ──▶ coordinator
 
 See docs/protocol.md. Decoded arrays are read-only views into the received frames.
@@ -18,7 +18,7 @@ See docs/protocol.md. Decoded arrays are read-only views into the received frame
 import struct
 import threading
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -47,7 +47,8 @@ class Array(msgspec.Struct, frozen=True):
 class Sampling(msgspec.Struct, frozen=True):
     """How the next token is chosen; `temperature` 0 is greedy. The defaults of a checkpoint fill in what is None.
 
-    Ranges: temperature >= 0, 0 < top_p <= 1, top_k >= 0 (0: off), 0 <= min_p < 1, repetition_penalty > 0.
+    Ranges: temperature >= 0, 0 < top_p <= 1, top_k >= 0 (0: off), 0 <= min_p < 1, repetition_penalty > 0, presence_penalty and
+    frequency_penalty in -2..2. `logit_bias` is added to the logits of the tokens named.
     """
 
     temperature: float | None = None
@@ -56,6 +57,9 @@ class Sampling(msgspec.Struct, frozen=True):
     min_p: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
 
 
 class Conversation(msgspec.Struct, frozen=True):
@@ -72,6 +76,17 @@ class Conversation(msgspec.Struct, frozen=True):
     add_generation_prompt: bool = True
 
 
+class Constraint(msgspec.Struct, frozen=True):
+    """What an answer must be: `text` is a JSON schema, a regular expression that all of it matches, or a grammar.
+
+    A grammar is written in llguidance's dialect of Lark; json_object is any JSON object, without a text. The answer ends where
+    nothing can follow.
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "grammar"]
+    text: str = ""
+
+
 Prompt: TypeAlias = str | list[int] | Conversation
 
 
@@ -82,7 +97,8 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     """Generate up to `max_tokens` tokens after `prompt`: text, token ids, or a conversation for the chat template.
 
     The answer ends before a string of `stop`, a token of `stop_ids`, or (but for `ignore_eos`) a token that ends a text.
-    `progress`: send `Progress` between the steps that compute the prompt.
+    `progress`: send `Progress` between the steps that compute the prompt. `logprobs`: say of each token how likely the model found
+    it, and so many likeliest ones; `prompt_logprobs`: the same of the prompt's tokens (see `logprobs`; `max_tokens` may then be 0).
     """
 
     request_id: int
@@ -93,6 +109,9 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     ignore_eos: bool = False
     stop_ids: tuple[int, ...] = ()
     progress: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    constraint: Constraint | None = None
 
 
 class Score(msgspec.Struct, frozen=True, tag=True):
@@ -109,10 +128,29 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     request_id: int
 
 
-class GetStatus(msgspec.Struct, frozen=True, tag=True):
-    """Ask for `Status`; answered at any time, in the middle of a prefill too."""
+class SaveSession(msgspec.Struct, frozen=True, tag=True):
+    """Write the KV that is cached for the longest prefix of `prompt` to the file `path`, absolute; nothing is computed."""
 
     request_id: int
+    path: str
+    prompt: Prompt
+
+
+class RestoreSession(msgspec.Struct, frozen=True, tag=True):
+    """Cache the KV of the session file `path`, absolute, so that the next request with this content finds it."""
+
+    request_id: int
+    path: str
+
+
+class GetStatus(msgspec.Struct, frozen=True, tag=True):
+    """Ask for `Status`; answered at any time, in the middle of a prefill too.
+
+    `reads_memory`: read the processes' memory now (that takes 0.1 s for some GB), rather than say what was read lately.
+    """
+
+    request_id: int
+    reads_memory: bool = True
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -124,6 +162,12 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 # -- coordinator to client --------------------------------------------------------------------------------------------
 
 
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Nothing, to be ignored: a client that has gone cannot be sent it (see `control`). Of no request: the id is 0."""
+
+    request_id: int = 0
+
+
 class Progress(msgspec.Struct, frozen=True, tag=True):
     """How far the prompt of a `Generate` has been computed, in tokens; the first `Piece` follows when all of it has."""
 
@@ -132,12 +176,32 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     num_prompt: int
 
 
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """The natural logarithm of the probability that the model gave a token, and those of the likeliest, (id, logprob) each."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, tag=True):
+    """Logprobs of the prompt's tokens from position `start` on, None for its first; the parts come in order, before any `Piece`."""
+
+    request_id: int
+    start: int
+    entries: list[TokenLogprob | None]
+
+
 class Piece(msgspec.Struct, frozen=True, tag=True):
-    """New tokens of a request and the text that is complete by now (whole characters; may be empty)."""
+    """New tokens of a request and the text that is complete by now (whole characters; may be empty).
+
+    `logprobs`: one for each token, if they were asked for.
+    """
 
     request_id: int
     token_ids: list[int]
     text: str
+    logprobs: list[TokenLogprob] = []
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
@@ -162,6 +226,24 @@ class Scores(msgspec.Struct, frozen=True, tag=True):
     request_id: int
     prompt_idx: int
     logits: np.ndarray[Any, Any]
+
+
+class Saved(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `SaveSession`: of `num_asked` tokens the first `num_tokens` are in the file of `num_bytes`."""
+
+    request_id: int
+    num_tokens: int
+    num_bytes: int
+    num_asked: int
+
+
+class Restored(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `RestoreSession`: of the file's `num_in_file` tokens the first `num_tokens` are cached now."""
+
+    request_id: int
+    num_tokens: int
+    num_bytes: int
+    num_in_file: int
 
 
 class Status(msgspec.Struct, frozen=True, tag=True):
@@ -304,8 +386,8 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 _General: TypeAlias = (
-    Generate | Score | Cancel | GetStatus | Shutdown
-    | Progress | Piece | Finished | Scores | Status | Failed
+    Generate | Score | Cancel | SaveSession | RestoreSession | GetStatus | Shutdown
+    | Ping | Progress | PromptLogprobs | Piece | Finished | Scores | Saved | Restored | Status | Failed
     | Hello | Resize | Resized | Keep | PoolReport | Stop
 )  # fmt: skip
 Message: TypeAlias = _General | Hint | Route | Routed

@@ -4,14 +4,18 @@ Pure bookkeeping, no arrays and no processes, so it is tested alone. A `Sequence
 `schedule` picks rows, `advance` says that they were computed. Prompts share the rows that decoding leaves: equal shares, and
 what a short one does not need goes to the longer ones, so that a prompt within its share is computed in the very next step.
 
-Waiting sequences are admitted in order of arrival as soon as KV blocks for their whole projected length are free. One that
-does not fit yet lets later ones that do overtake it, `MOST_OVERTAKEN` at most: then all behind it wait with it.
+Waiting sequences are admitted in order of arrival as soon as KV blocks for their whole projected length are free; what others
+have computed of their tokens they take (`prefix`). One that does not fit yet lets later ones that do overtake it,
+`MOST_OVERTAKEN` at most: then all behind it wait with it.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from colibri_mp.kvcache import BlockAllocator
+from colibri_mp.prefix import PrefixSharing
 
 MOST_OVERTAKEN = 8
 """Later sequences that may be admitted before a waiting one: blocks are not left idle for long, and nobody starves."""
@@ -22,7 +26,8 @@ class Sequence:
     """Tokens of one request. `token_ids` grows while generating; the first `num_computed` have their KV stored.
 
     `max_chunk` limits prompt rows a step; `projected_tokens` is the most it can grow to. `all_logits`: logits of every
-    row are wanted, not only of the last. `num_overtaken`: later ones that were admitted while it waited.
+    row are wanted, not only of the last. `num_overtaken`: later ones that were admitted while it waited. `num_taken`:
+    computed by others; `keys`: of its blocks, as far as needed, of which the first `num_published` may be found by others.
     """
 
     token_ids: list[int]
@@ -32,6 +37,14 @@ class Sequence:
     num_computed: int = 0
     num_overtaken: int = 0
     blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    num_published: int = 0
+    num_taken: int = 0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it has not been admitted yet."""
+        return not (self.blocks or self.num_computed)
 
     @property
     def num_pending(self) -> int:
@@ -63,19 +76,28 @@ class Rows:
         return self.count if self.sequence.all_logits else int(self.reaches_end)
 
 
+Look: TypeAlias = Callable[[], list[Rows] | None]
+"""Called between two layers of a step: the parts that are still wanted, None if it is all of them."""
+
+
 class Scheduler:
     """Sequences waiting, and running with KV blocks in hand. While `admits` is false those that wait go on waiting.
 
     A step has at most `max_rows` rows, and at most `max_logits` of them need logits (None: no matter how many).
+    `prefix_root`: see `PrefixSharing`.
     """
 
-    def __init__(self, allocator: BlockAllocator, max_rows: int, max_logits: int | None = None) -> None:
+    def __init__(
+        self, allocator: BlockAllocator, max_rows: int, max_logits: int | None = None, prefix_root: str | None = None
+    ) -> None:
         self.allocator = allocator
+        self.prefix = PrefixSharing(allocator, prefix_root)
         self.max_rows = max_rows
         self.max_logits = max_rows if max_logits is None else min(max_rows, max_logits)
         self.admits = True
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._refused: tuple[int, int] | None = None  # free blocks and waiting sequences when no more could be admitted
 
     @property
     def has_work(self) -> bool:
@@ -90,11 +112,13 @@ class Scheduler:
         """
         self.allocator.check(sequence.projected_tokens)
         self.waiting.append(sequence)
+        self._refused = None
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, wherever it is, and free its blocks."""
-        if sequence in self.waiting:
+        if sequence.is_waiting and sequence in self.waiting:
             self.waiting.remove(sequence)
+            self._refused = None
         if sequence in self.running:
             self.running.remove(sequence)
         self.allocator.release(sequence.blocks)
@@ -102,8 +126,12 @@ class Scheduler:
     def schedule(self) -> list[Rows]:
         """Rows of the next step; empty if there is nothing to do. Admits waiting sequences first."""
         self.admit()
+        for sequence in self.running:
+            if sequence.num_pending > 1:
+                self.prefix.skip_computed(sequence)
         decoding = [s for s in self.running if s.num_pending == 1]
-        prompts = sorted((s for s in self.running if s.num_pending > 1), key=lambda s: s.num_pending)
+        prompts = self.prefix.leaders([s for s in self.running if s.num_pending > 1])
+        prompts.sort(key=lambda s: s.num_pending)
         most = max(1, self.max_logits - bool(prompts))  # one row is left for prompts, however many decode
         rows = [Rows(s, s.num_computed, 1) for s in decoding[:most]]
         rows += self._share(prompts, self.max_rows - len(rows), self.max_logits - len(rows))
@@ -125,19 +153,22 @@ class Scheduler:
         return rows
 
     def advance(self, rows: list[Rows]) -> None:
-        """Mark rows as computed."""
+        """Mark rows as computed, and their KV as complete: what fills a block may be taken by others from now on."""
         for part in rows:
             part.sequence.num_computed += part.count
+            self.prefix.publish(part.sequence)
 
     def admit(self) -> None:
         """Let waiting sequences run, as far as KV blocks and `admits` allow."""
-        if not self.admits:
+        if not self.admits or self._refused == (self.allocator.num_free, len(self.waiting)):
             return
+        self._admit_in_order()
+        self._refused = (self.allocator.num_free, len(self.waiting))
+
+    def _admit_in_order(self) -> None:
         passed: list[Sequence] = []
         for sequence in list(self.waiting):
-            blocks = self.allocator.acquire(sequence.projected_tokens)
-            if blocks is not None:
-                sequence.blocks = blocks
+            if self.prefix.admit(sequence):
                 self.waiting.remove(sequence)
                 self.running.append(sequence)
                 for other in passed:
@@ -154,7 +185,7 @@ class Scheduler:
             self.running.sort(key=lambda s: id(s) in served)
 
     def check_integrity(self) -> None:
-        """Assert that blocks are held by running sequences only, each once, and suffice."""
+        """Assert that blocks are held by running sequences only, as often as counted, and suffice."""
         self.allocator.check_integrity([s.blocks for s in self.running])
         for sequence in self.running:
             assert len(sequence.blocks) == self.allocator.blocks_for(sequence.projected_tokens)

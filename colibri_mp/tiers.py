@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from colibri_mp.config import LaunchConfig
 from colibri_mp.kernels.team import ThreadTeam
 from colibri_mp.lookahead import Lookahead, Trial
-from colibri_mp.messages import Floats, Ints, PoolReport, Wish
+from colibri_mp.messages import Floats, Ints, PoolReport, StepCounters, Wish
 from colibri_mp.models.structure import ModelSpec
 from colibri_mp.planner import Plan
 from colibri_mp.resident import ResidentLayer
@@ -63,7 +63,7 @@ class Tiers:
         self._config, self._plan, self._supervisor = config, plan, supervisor
         self._floor = model.router.top_k
         self._is_prefill: NDArray[np.bool_] | None = None
-        self._step = 0
+        self._step = self._num_reads = 0
         self._num_tokens = self._repinned_at = self.num_swaps = 0
         self._save_error = ""
 
@@ -105,17 +105,22 @@ class Tiers:
     def start_step(self, step: int, rows: list[Rows]) -> None:
         """A step begins."""
         self._step = step
+        self._num_reads = 0
         self._num_tokens += len(rows)
+        self.set_rows(rows)
+        if self.lookahead is not None:
+            self.lookahead.start_step()
+
+    def set_rows(self, rows: list[Rows]) -> None:
+        """The rows of the step are these from now on."""
         is_prefill = [part.count > 1 for part in rows]
         counts = [part.count for part in rows]
         self._is_prefill = np.repeat(is_prefill, counts) if any(is_prefill) else None
-        if self.lookahead is not None:
-            self.lookahead.start_step()
 
     def end_step(self, seconds: float, num_rows: int) -> None:
         """The step took so long."""
         if self.lookahead is not None and self._is_prefill is None:
-            self.lookahead.end_step(seconds, num_rows)
+            self.lookahead.end_step(seconds, num_rows, self._num_reads)
 
     def look(self, layer: int, x: Floats, ids: Ints) -> None:
         """The batch of a layer is on its way: x [T, D] is the residual stream after attention, ids [T, K] the true route."""
@@ -123,6 +128,10 @@ class Tiers:
         if self.lookahead is not None:
             self.lookahead.check(layer, ids)
             self.lookahead.predict(self._step, layer, x)
+
+    def layer_ended(self, counters: StepCounters) -> None:
+        """What a layer of the step needed."""
+        self._num_reads += counters.misses + counters.promoted
 
     # -- turns ---------------------------------------------------------------------------------------------------------
 

@@ -153,7 +153,12 @@ class NoTrace:
 
 
 def open_trace(
-    config: LaunchConfig, checkpoint: Checkpoint, model: ModelSpec, plan: Plan, lossy: tuple[str, ...], eviction: Eviction
+    config: LaunchConfig,
+    checkpoint: Checkpoint,
+    model: ModelSpec,
+    plan: Plan,
+    lossy: tuple[str, ...],
+    eviction: Eviction,
 ) -> TraceWriter | NoTrace:
     """The trace that the launch asked for; its header says what runs.
 

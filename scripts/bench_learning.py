@@ -100,7 +100,9 @@ def compared(results: dict[str, dict[str, dict[str, float]]], part: str) -> dict
     kinds = list(results)
     gains = {
         "second launch over first": [results[kind]["second"][part] - results[kind]["first"][part] for kind in kinds],
-        "second launch over plain LRU": [results[kind]["second"][part] - results[kind]["plain"][part] for kind in kinds],
+        "second launch over plain LRU": [
+            results[kind]["second"][part] - results[kind]["plain"][part] for kind in kinds
+        ],
         "first launch over plain LRU": [results[kind]["first"][part] - results[kind]["plain"][part] for kind in kinds],
         "another kind over plain LRU": [
             results[kind]["other kind"][part] - results[other]["plain"][part]

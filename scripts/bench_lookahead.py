@@ -2,9 +2,13 @@
 
     python scripts/bench_lookahead.py [MODEL] [--disk-mb-s 200] [--slots N] [--rounds 5]
 
-The disk is throttled with a control group (blkio of version 1, io of version 2; needs root) that this process and its clusters
-live in; reads are direct, so every miss is a read of the disk. Without --disk-mb-s the disk is as it is. One launch for each
-mode and round, greedy, the same tokens; ratios are of the same round. Says recall and what became of the reads ahead. JSON last.
+The disk is paced: a worker's reads come from wherever the system has them (the page cache, as a rule), and each is handed over
+when a disk of that speed, which serves one request after the other, would have had it. (A control group's throttle was tried
+first. It counts bytes in stretches of 20 to 100 ms: a token's reads pass at full speed until a stretch is used up.) Without
+--disk-mb-s reads are direct and the disk is as it is.
+
+One launch for each mode and round, greedy, the same tokens; ratios are of the same round. Says recall, what became of the reads
+ahead, and for which share of the time the disk was busy. JSON last. The coordinator runs in this process, the workers are spawned by it.
 """
 
 import argparse
@@ -12,55 +16,109 @@ import json
 import os
 import statistics
 import sys
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from colibri_mp import Cluster
-from colibri_mp.checkpoint.hub import resolve
+import numpy as np
 
-PROMPT = [(7919 * i) % 1000 + 3 for i in range(16)]  # of token ids: not every checkpoint has a tokenizer
+from colibri_mp import rundir
+from colibri_mp.config import LaunchConfig
+from colibri_mp.coordinator import Coordinator
+from colibri_mp.scheduler import Rows, Sequence
+from colibri_mp.workers.copies import CopyRead, ExpertCopies
+
+PROMPT = [(7919 * i) % 1000 + 3 for i in range(16)]
+PACE = "COLIBRI_BENCH_BYTES_PER_S"
+MODES = ("off", "measure", "advise", "on", "auto")
+
+
+class PacedDisk:
+    """Serves one request after the other, at `bytes_per_s`."""
+
+    def __init__(self, bytes_per_s: int) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def wait_for(self, nbytes: int) -> None:
+        """Return when a request that is made now would be done."""
+        with self._lock:
+            self._free_at = max(self._free_at, time.perf_counter()) + nbytes / self._bytes_per_s
+            done_at = self._free_at
+        time.sleep(max(0.0, done_at - time.perf_counter()))
+
+
+def pace_reads(bytes_per_s: int) -> None:
+    """Every read of an expert in this process takes as long as a `PacedDisk` needs for it."""
+    disk, read = PacedDisk(bytes_per_s), ExpertCopies.read
+
+    def paced(self: ExpertCopies, *args: Any) -> CopyRead:
+        found = read(self, *args)
+        disk.wait_for(found.nbytes)
+        return found
+
+    ExpertCopies.read = paced  # type: ignore[method-assign]
+
+
+if __name__ == "__mp_main__" and PACE in os.environ:  # a worker
+    pace_reads(int(os.environ[PACE]))
 
 
 @contextmanager
-def throttled(folder: Path, bytes_per_s: int) -> Iterator[None]:
-    """Reads of the disk that holds `folder`, by this process and its children, at most so fast."""
-    device = folder.stat().st_dev
-    disk = f"{os.major(device)}:{os.minor(device)}"
-    root = Path("/sys/fs/cgroup")
-    if (root / "blkio").is_dir():
-        parent, file, limit = root / "blkio", "blkio.throttle.read_bps_device", f"{disk} {bytes_per_s}"
-    else:
-        parent, file, limit = root, "io.max", f"{disk} rbps={bytes_per_s}"
-    group = parent / f"colibri-bench-{os.getpid()}"
-    group.mkdir()
-    try:
-        (group / file).write_text(limit)
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-        yield
-    finally:
-        (parent / "cgroup.procs").write_text(str(os.getpid()))
-        group.rmdir()
+def launched(options: argparse.Namespace, mode: str) -> Iterator[Coordinator]:
+    """A coordinator with its workers."""
+    memory: dict[str, Any] = {"slots": options.slots} if options.slots else {"ram": options.ram}
+    config = LaunchConfig(
+        model=options.model, ctx=512, io="buffered" if options.disk_mb_s else "direct", usage="off", lookahead=mode,  # type: ignore[arg-type]
+        lookahead_distance=options.distance, lookahead_width=options.width, num_workers=options.workers, **memory,
+    )  # fmt: skip
+    with ExitStack() as stack:
+        run_dir = rundir.create(f"bench-{os.getpid()}")
+        stack.callback(run_dir.remove)
+        yield Coordinator.launch(config, run_dir, lambda _text: None, lambda: False, stack)
 
 
 def decode(options: argparse.Namespace, mode: str) -> dict[str, Any]:
-    """One launch: tokens/s, token ids, and counters."""
-    settings: dict[str, Any] = {"slots": options.slots} if options.slots else {"ram": options.ram}
-    with Cluster.launch(
-        options.model, ctx=512, io="direct", usage="off", lookahead=mode, lookahead_distance=options.distance,
-        lookahead_width=options.width, num_workers=options.workers, **settings,
-    ) as cluster:  # fmt: skip
-        cluster.generate(PROMPT, max_tokens=options.warm_up, temperature=0.0, ignore_eos=True)
-        before = cluster.stats()["tiers"]["reads_ahead"]
-        done = cluster.generate(PROMPT, max_tokens=options.tokens, temperature=0.0, ignore_eos=True)
-        tiers = cluster.stats()["tiers"]
+    """One launch: tokens/s (of the median token, and of all), token ids, and counters."""
+    with launched(options, mode) as coordinator:
+        sequence = Sequence(list(PROMPT), 512, 512)
+        sequence.blocks = list(range(512 // 16))
+        seconds = []
+        for step in range(options.warm_up + options.tokens):
+            if step == options.warm_up:
+                before = coordinator.cache_counters(), coordinator.tiers.describe()["reads_ahead"]
+            started = time.perf_counter()
+            part = Rows(sequence, sequence.num_computed, sequence.num_pending)
+            logits = coordinator.forward([part])
+            sequence.num_computed += part.count
+            sequence.token_ids.append(int(np.argmax(logits[-1])))
+            seconds.append(time.perf_counter() - started)
+        cache, tiers = coordinator.cache_counters(), coordinator.tiers.describe()
+    seconds = seconds[options.warm_up :]
     return {
-        "tok_s": done.stats["decode_tok_s"],
-        "token_ids": done.token_ids,
-        "cache": done.stats["cache"],
-        "reads_ahead": {name: count - before[name] for name, count in tiers["reads_ahead"].items()},
-        "lookahead": tiers["lookahead"],
+        "tok_s": len(seconds) / sum(seconds),
+        "token_ids": sequence.token_ids,
+        "cache": {name: count - before[0][name] for name, count in cache.items()},
+        "disk_share": (cache["disk_s"] - before[0]["disk_s"]) / sum(seconds),
+        "reads_ahead": {name: count - before[1][name] for name, count in tiers["reads_ahead"].items()},
+        "lookahead": {name: value for name, value in tiers["lookahead"].items() if name != "layers"},
+    }
+
+
+def summary(rounds: list[dict[str, dict[str, Any]]], mode: str, base: str) -> dict[str, Any]:
+    """Medians of a mode over the rounds, and the counters of the last one."""
+    last, cache = rounds[-1][mode], rounds[-1][mode]["cache"]
+    return {
+        "tok_s": statistics.median(found[mode]["tok_s"] for found in rounds),
+        "ratio": statistics.median(found[mode]["tok_s"] / found[base]["tok_s"] for found in rounds),
+        "ratios": [found[mode]["tok_s"] / found[base]["tok_s"] for found in rounds],
+        "hit_rate": cache["hits"] / (cache["hits"] + cache["misses"] + cache["promoted"]),
+        "disk_share_of_time": last["disk_share"],
+        "reads_ahead": last["reads_ahead"],
+        "lookahead": last["lookahead"],
     }
 
 
@@ -76,31 +134,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=32, help="tokens before the measurement")
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument(
-        "--modes", nargs="+", default=["off", "on"], help="the first is what the others are held against"
-    )
+    parser.add_argument("--modes", nargs="+", default=["off", "on"], choices=MODES, help="the first is the base")
     options = parser.parse_args()
+    if options.disk_mb_s:
+        os.environ[PACE] = str(options.disk_mb_s * 10**6)
     rounds: list[dict[str, dict[str, Any]]] = []
-    folder = resolve(options.model)
-    with throttled(folder, options.disk_mb_s * 10**6) if options.disk_mb_s else nullcontext():
-        for _ in range(options.rounds):
-            found = {mode: decode(options, mode) for mode in options.modes}
-            assert len({tuple(run["token_ids"]) for run in found.values()}) == 1, "the modes made different tokens"
-            rounds.append(found)
-            print("  ".join(f"{mode} {run['tok_s']:.2f} tok/s" for mode, run in found.items()), file=sys.stderr)
-    base = options.modes[0]
-    summary = {
-        mode: {
-            "tok_s": statistics.median(found[mode]["tok_s"] for found in rounds),
-            "ratio": statistics.median(found[mode]["tok_s"] / found[base]["tok_s"] for found in rounds),
-            "hit_rate": rounds[-1][mode]["cache"]["hit_rate"],
-            "disk_share_of_time": rounds[-1][mode]["cache"]["disk_s"] * rounds[-1][mode]["tok_s"] / options.tokens,
-            "reads_ahead": rounds[-1][mode]["reads_ahead"],
-            "lookahead": {k: v for k, v in rounds[-1][mode]["lookahead"].items() if k != "layers"},
-        }
-        for mode in options.modes
-    }
-    print(json.dumps({"settings": vars(options), **summary}))
+    for _ in range(options.rounds):
+        found = {mode: decode(options, mode) for mode in options.modes}
+        assert len({tuple(run["token_ids"]) for run in found.values()}) == 1, "the modes made different tokens"
+        rounds.append(found)
+        print("  ".join(f"{mode} {run['tok_s']:.2f} tok/s" for mode, run in found.items()), file=sys.stderr)
+    found_modes = {mode: summary(rounds, mode, options.modes[0]) for mode in options.modes}
+    print(json.dumps({"settings": vars(options), **found_modes}))
 
 
 if __name__ == "__main__":

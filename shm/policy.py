@@ -87,6 +87,7 @@ class Eviction:
             return Lru()
         return Lrfu(num_experts, self.half_life_tokens * floor, self.prior.get(layer, ()))
 
+
 DEFAULT_EVICTION = Eviction()
 
 

@@ -357,7 +357,9 @@ class ExpertPool:
 
     def _num_usable(self, pool: LayerPool, union: list[int]) -> int:
         """Slots for a union: those that the layer can take or evict, and those in use that the union names."""
-        in_use = (slot for expert in union if (slot := pool.slot_of.get(expert)) is not None and expert not in pool.evictable)
+        in_use = (
+            slot for expert in union if (slot := pool.slot_of.get(expert)) is not None and expert not in pool.evictable
+        )
         return pool.num_available + sum(1 for _ in in_use)
 
     def _check_room(self, pool: LayerPool, union: list[int]) -> None:

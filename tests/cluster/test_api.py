@@ -94,6 +94,31 @@ def test_waiting_for_an_event_ends(cluster: Cluster) -> None:
     os.close(write_fd)
 
 
+def test_logprobs_are_those_of_the_logits(cluster: Cluster) -> None:
+    """Logprobs of prompt and answer, seen beside other requests, are the log-softmax of the teacher-forced logits."""
+    prompt = [(7 * idx) % 250 for idx in range(100)]
+    other = cluster.submit(PROMPTS[1], max_tokens=30, temperature=0.0, ignore_eos=True)
+    options = {"temperature": 1.0, "seed": 3, "ignore_eos": True, "presence_penalty": 1.0, "logit_bias": {5: 3.0}}
+    plain = cluster.generate(prompt, max_tokens=4, **options)
+    answer = cluster.generate(prompt, max_tokens=4, logprobs=2, prompt_logprobs=1, **options)
+    assert answer.token_ids == plain.token_ids
+    tokens = prompt + answer.token_ids
+    logits = cluster.logits(tokens).astype(np.float64)
+    wanted = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    found = [*answer.prompt_logprobs, *answer.logprobs]
+    assert found[0] is None
+    assert [entry.token_id for entry in found[1:] if entry] == tokens[1:]
+    np.testing.assert_allclose(
+        [entry.logprob for entry in found[1:] if entry], wanted[np.arange(len(tokens) - 1), tokens[1:]], atol=1e-9
+    )
+    assert [entry.top[0][0] for entry in found[1:] if entry] == logits[:-1].argmax(axis=1).tolist()
+    others = []
+    while (event := cluster.next_event()) is not None:
+        assert event[0] == other
+        others += event[1].token_ids if isinstance(event[1], Piece) else []
+    assert others == greedy(cluster, PROMPTS[1], max_tokens=30).token_ids
+
+
 def test_progress_of_a_long_prompt(cluster: Cluster) -> None:
     """Progress is asked for and comes before the first token; the stream of text does not mind it."""
     prompt = [7] * 150

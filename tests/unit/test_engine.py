@@ -1,6 +1,8 @@
 """The engine over a stand-in model: what requests get, whatever else is in the batch."""
 
+import itertools
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,11 +11,24 @@ import pytest
 from colibri_mp.engine import Engine
 from colibri_mp.errors import ReadError, WorkerDied
 from colibri_mp.kvcache import BlockAllocator
-from colibri_mp.messages import Failed, Finished, Floats, Generate, Message, Piece, Progress, Sampling, Score, Scores
-from colibri_mp.scheduler import Rows, Scheduler
+from colibri_mp.messages import (
+    Failed,
+    Finished,
+    Floats,
+    Generate,
+    Message,
+    Piece,
+    Progress,
+    PromptLogprobs,
+    Sampling,
+    Score,
+    Scores,
+)
+from colibri_mp.scheduler import Look, Rows, Scheduler
 
 VOCAB = 50
 EOS = 49
+NUM_LAYERS = 4
 
 
 class Counting:
@@ -25,12 +40,17 @@ class Counting:
 
     def __init__(self) -> None:
         self.steps: list[list[int]] = []
+        self.num_layers_of_rows = 0
         self.error: Exception | None = None
 
-    def forward(self, rows: list[Rows]) -> Floats:
+    def forward(self, rows: list[Rows], look: Look) -> Floats:
         if self.error is not None:
             raise self.error
         self.steps.append([part.count for part in rows])
+        for _ in range(NUM_LAYERS):
+            if (left := look()) is not None:
+                rows = left
+            self.num_layers_of_rows += sum(part.count for part in rows)
         picked = [t for part in rows for t in part.token_ids[len(part.token_ids) - part.num_logits :]]
         logits = np.zeros((len(picked), VOCAB), np.float32)
         logits[np.arange(len(picked)), [(t + 1) % VOCAB for t in picked]] = 1.0
@@ -43,12 +63,18 @@ class Counting:
 class Bench:
     """An engine, its model and what it has emitted for each client."""
 
-    def __init__(self, num_blocks: int = 40, max_rows: int = 8) -> None:
+    def __init__(self, num_blocks: int = 40, max_rows: int = 8, max_waiting: int | None = None) -> None:
         self.model = Counting()
         self.sent: defaultdict[bytes, list[Message]] = defaultdict(list)
         scheduler = Scheduler(BlockAllocator(num_blocks, 4), max_rows)
         self.engine = Engine(
-            self.model, scheduler, None, {}, frozenset({EOS}), lambda client, m: self.sent[client].append(m)
+            self.model,
+            scheduler,
+            None,
+            {},
+            frozenset({EOS}),
+            lambda client, m: self.sent[client].append(m),
+            max_waiting,
         )
 
     def run(self) -> None:
@@ -121,6 +147,51 @@ def test_progress_of_a_prompt() -> None:
     assert len(bench.sent[b"b"]) == 2
 
 
+def test_logprobs_of_the_answer() -> None:
+    """One for each token, with as many alternatives as asked for; none if not asked for."""
+    bench = Bench()
+    bench.engine.submit(b"a", ask([3], max_tokens=3, logprobs=2))
+    bench.engine.submit(b"b", ask([3], max_tokens=3))
+    bench.run()
+    found = [entry for m in bench.sent[b"a"] if isinstance(m, Piece) for entry in m.logprobs]
+    assert [entry.token_id for entry in found] == bench.tokens() == [4, 5, 6]
+    likely = 1.0 - np.log(np.e + VOCAB - 1)
+    for entry in found:
+        assert entry.logprob == pytest.approx(likely)
+        assert [idx for idx, _ in entry.top] == [entry.token_id, 0]
+    assert not any(m.logprobs for m in bench.sent[b"b"] if isinstance(m, Piece))
+
+
+def test_logprobs_of_the_prompt() -> None:
+    """They come in parts within the bound of logits, in order, before the first token, and cover the prompt."""
+    bench = Bench()
+    prompt = [3, 4, 9, 10, 11, 12, 13, 30, 31]
+    bench.engine.submit(b"a", ask(prompt, max_tokens=2, prompt_logprobs=0))
+    bench.engine.submit(b"b", ask([20]))
+    bench.run()
+    parts = [m for m in bench.sent[b"a"] if isinstance(m, PromptLogprobs)]
+    assert [m.start for m in parts] == list(itertools.accumulate((len(m.entries) for m in parts[:-1]), initial=0))
+    assert bench.sent[b"a"][: len(parts)] == parts
+    entries = [entry for m in parts for entry in m.entries]
+    assert entries[0] is None
+    assert [entry.token_id for entry in entries[1:] if entry] == prompt[1:]
+    likely, unlikely = 1.0 - np.log(np.e + VOCAB - 1), -np.log(np.e + VOCAB - 1)
+    wanted = [likely if after == before + 1 else unlikely for before, after in itertools.pairwise(prompt)]
+    assert [entry.logprob for entry in entries[1:] if entry] == pytest.approx(wanted)
+    assert bench.tokens(b"a") == [32, 33]
+    assert bench.tokens(b"b") == [21, 22, 23, 24, 25]
+
+
+def test_logprobs_of_a_prompt_alone() -> None:
+    """With `max_tokens` 0 nothing is generated, also where the prompt fills the context."""
+    bench = Bench()
+    bench.engine.submit(b"a", ask([3] * 40, max_tokens=0, prompt_logprobs=1))
+    bench.run()
+    assert bench.tokens() == []
+    assert finish_reason(bench.last()) == "length"
+    assert sum(len(m.entries) for m in bench.sent[b"a"] if isinstance(m, PromptLogprobs)) == 40
+
+
 def test_statistics_cover_the_request() -> None:
     """Counts, and the cache's counters over the time of the request."""
     bench = Bench()
@@ -160,7 +231,12 @@ def test_max_tokens_is_clamped_to_the_context() -> None:
         (ask([1] * 41), "41 tokens, the context holds 40"),
         (ask([1] * 40), "no room"),
         (ask([1], max_tokens=0), "max_tokens"),
+        (ask([1], max_tokens=-1, prompt_logprobs=0), "max_tokens must be at least 0"),
+        (ask([1] * 40, max_tokens=1, prompt_logprobs=0), "no room"),
         (ask([1], stop=("x",)), "tokenizer"),
+        (ask([1], logprobs=21), "logprobs must be in 0..20"),
+        (ask([1], prompt_logprobs=-1), "prompt_logprobs must be in 0..20"),
+        (Generate(1, [1], 5, Sampling(logit_bias={-1: 1.0})), "logit_bias: token id -1 is outside"),
         (ask([1], stop_ids=(3, VOCAB)), "stop_ids: token id 50 is outside the vocabulary"),
         (Generate(1, "text", 5, Sampling()), "--prompt-ids"),
         (Generate(1, [1], 5, Sampling(top_p=2.0)), "top_p"),
@@ -269,3 +345,100 @@ def test_a_dead_worker_ends_the_engine() -> None:
     answer = bench.last()
     assert isinstance(answer, Failed)
     assert answer.kind == "worker_died"
+
+
+class At:
+    """A `listen` that acts once, at its n-th call."""
+
+    def __init__(self, call: int, action: Callable[[], None]) -> None:
+        self._left, self._action = call, action
+
+    def __call__(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._action()
+
+
+@pytest.mark.parametrize("how", ["cancel", "vanish"])
+def test_a_request_is_dropped_between_two_layers(how: str) -> None:
+    """Rows that nobody wants any more are not computed further, blocks come back at once, and the others get their tokens."""
+    bench = Bench()
+    bench.engine.submit(b"a", ask([1, 2, 3, 4]))
+    bench.engine.submit(b"b", ask([20, 21]))
+    engine = bench.engine
+    gone = At(3, lambda: engine.cancel(b"a", 1) if how == "cancel" else engine.forget_client(b"a"))
+    engine.step(gone)
+    assert bench.model.num_layers_of_rows == 2 * 6 + 2 * 2
+    assert engine.scheduler.allocator.num_free == 40 - 2
+    assert [type(message) for message in bench.sent[b"a"]] == ([Finished] if how == "cancel" else [])
+    bench.run()
+    assert bench.tokens(b"b") == [22, 23, 24, 25, 26]
+
+
+def test_a_step_that_nobody_wants_is_abandoned() -> None:
+    """With the last request gone between two layers there is nothing left of the step, and the next request is served."""
+    bench = Bench()
+    bench.engine.submit(b"a", Score(1, [[1, 2], [3]]))
+    bench.engine.step(At(2, lambda: bench.engine.cancel(b"a", 1)))
+    assert (bench.model.num_layers_of_rows, bench.engine.num_tokens) == (3, 0)
+    assert bench.engine.is_idle
+    bench.engine.submit(b"b", ask([20]))
+    bench.run()
+    assert len(bench.tokens(b"b")) == 5
+
+
+def test_a_request_that_comes_between_two_layers_is_in_the_next_step() -> None:
+    """It does not disturb the step under way, not even with the id of a request that ends there."""
+    bench = Bench()
+    bench.engine.submit(b"a", ask([1, 2]))
+
+    def replace() -> None:
+        bench.engine.cancel(b"a", 1)
+        bench.engine.submit(b"a", ask([30, 31, 32]))
+
+    bench.engine.step(At(2, replace))
+    bench.run()
+    assert bench.model.steps[:2] == [[2], [3]]
+    assert bench.tokens() == [33, 34, 35, 36, 37]
+
+
+def test_a_full_queue_refuses_with_the_numbers() -> None:
+    """Beyond the limit a request fails as overloaded, and says what is in the way; those that wait are served."""
+    bench = Bench(num_blocks=4, max_waiting=1)
+    bench.engine.submit(b"a", ask([1], max_tokens=12))
+    bench.engine.submit(b"b", ask([11], max_tokens=12))  # the first fits: only this one waits
+    bench.engine.submit(b"c", ask([21], max_tokens=12))
+    refusal = bench.last(b"c")
+    assert isinstance(refusal, Failed)
+    assert refusal.kind == "overloaded"
+    assert "--queue 1 allows" in refusal.message
+    assert "0 of 4 blocks of 4 tokens are free" in refusal.message
+    assert (bench.engine.num_waiting, bench.engine.num_refused) == (1, 1)
+    bench.run()
+    assert (len(bench.tokens(b"a")), len(bench.tokens(b"b")), bench.engine.waits_for) == (12, 12, "")
+
+
+def test_waiting_for_memory_is_said() -> None:
+    """While admission is closed the reason says so; the time in the queue is part of the statistics."""
+    bench = Bench()
+    bench.engine.scheduler.admits = False
+    bench.engine.submit(b"a", ask([1]))
+    assert "memory, which is short" in bench.engine.waits_for
+    bench.engine.scheduler.admits = True
+    bench.run()
+    end = bench.last()
+    assert isinstance(end, Finished)
+    assert 0 < end.stats["queue_s"] <= end.stats["ttft_s"]
+    assert bench.engine.num_waiting == 0
+
+
+def test_cancel_while_waiting() -> None:
+    """A request that is cancelled in the queue leaves it."""
+    bench = Bench(num_blocks=4)
+    bench.engine.submit(b"a", ask([1], max_tokens=12))
+    bench.engine.submit(b"b", ask([11], max_tokens=12))
+    bench.engine.step()
+    assert bench.engine.num_waiting == 1
+    bench.engine.cancel(b"b", 1)
+    assert (bench.engine.num_waiting, finish_reason(bench.last(b"b"))) == (0, "cancelled")
+    bench.run()

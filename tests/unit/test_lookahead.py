@@ -144,12 +144,14 @@ def test_the_better_form_stays_and_useless_pairs_are_left_out(sent: list[tuple[i
     assert described["layers"]["1"] == 1.0
 
 
-def run_trial(trial: Trial, seconds: dict[bool, float], num_steps: int, num_rows: int = 1) -> list[bool]:
+def run_trial(
+    trial: Trial, seconds: dict[bool, float], num_steps: int, num_rows: int = 1, num_reads: int = 3
+) -> list[bool]:
     """Whether hints were on in each of some steps that took so long with and without them."""
     states = []
     for _ in range(num_steps):
         states.append(trial.is_on)
-        trial.note(seconds[trial.is_on], num_rows)
+        trial.note(seconds[trial.is_on], num_rows, num_reads)
     return states
 
 
@@ -159,16 +161,35 @@ def test_trial_keeps_what_is_faster(gain: float) -> None:
     trial = Trial(block=2, rounds=2, keep=5)
     seconds = {False: 1.0, True: 1.0 / gain}
     states = run_trial(trial, seconds, 16)
-    assert states[:8] == [False, False, True, True] * 2
+    assert states[:8] == [False, False, True, True, True, True, False, False]
     assert states[8:13] == [gain > 1] * 5
     assert states[13:] == [False, False, True]
     assert trial.gain == pytest.approx(gain)
 
 
+def test_trial_is_fair_while_the_pool_gets_warmer() -> None:
+    """Steps that get shorter all the time speak for neither way."""
+    trial = Trial(block=2, rounds=4)
+    for step in range(16):
+        trial.note(100.0 - step, 1, 3)
+    assert trial.gain == 1.0
+    assert not trial.is_on
+
+
 def test_trial_begins_anew_with_other_batches() -> None:
     """Steps of one and of four sequences are not compared."""
-    trial = Trial(block=2, rounds=1, keep=5)
+    trial = Trial(block=2, rounds=1, keep=50)
     run_trial(trial, {False: 1.0, True: 0.1}, 3)
     assert trial.is_on
     run_trial(trial, {False: 1.0, True: 2.0}, 5, num_rows=4)
     assert (trial.is_on, trial.gain) == (False, 0.5)
+
+
+@pytest.mark.parametrize("num_reads", [0, 20])
+def test_trial_is_repeated_when_the_disk_has_another_part(num_reads: int) -> None:
+    """Hints that paid while three experts a step were missing are tried again where none is, or twenty."""
+    trial = Trial(block=2, rounds=1, keep=1000)
+    run_trial(trial, {False: 1.0, True: 0.5}, 4)
+    assert run_trial(trial, {False: 1.0, True: 0.5}, 8) == [True] * 8
+    states = run_trial(trial, {False: 1.0, True: 2.0}, 12, num_reads=num_reads)
+    assert states == [True] * 4 + [False, False, True, True] + [False] * 4

@@ -81,7 +81,9 @@ def test_older_traces_are_of_lru(tmp_path: Path) -> None:
     for layer in head["layers"]:
         del layer["prior"]
     old = msgspec.json.encode(head).ljust(json_bytes)
-    (tmp_path / "t").write_bytes(struct.pack("<8sIIII", b"COLITRCE", 1, 64, json_bytes, offset) + old + data[24 + json_bytes :])
+    (tmp_path / "t").write_bytes(
+        struct.pack("<8sIIII", b"COLITRCE", 1, 64, json_bytes, offset) + old + data[24 + json_bytes :]
+    )
     trace = read_trace(tmp_path / "t")
     assert isinstance(trace.header.eviction.make(0, 12, 2), Lru)
     assert len(trace.of_kind(STEP)) == 2

@@ -1,0 +1,93 @@
+"""Sharing of computed prefixes: which KV blocks a sequence takes from others, and when its own may be taken.
+
+A block is published as soon as a step that completed it has ended, so a step that failed or was cancelled publishes nothing.
+At least the last token that is known is always computed: its logits choose the next one. A sequence that wants all its
+logits takes nothing.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from colibri_mp.kvcache import BlockAllocator, PrefixKeys
+
+if TYPE_CHECKING:
+    from colibri_mp.scheduler import Sequence
+
+
+class PrefixSharing:
+    """The blocks of all sequences, by content; with `root` None nothing is shared. `root`: see `kvcache.PrefixKeys`."""
+
+    def __init__(self, allocator: BlockAllocator, root: str | None = None) -> None:
+        self._allocator = allocator
+        self.keys = None if root is None else PrefixKeys(root, allocator.block_tokens)
+        self.num_asked_tokens = 0
+        self.num_taken_tokens = 0
+
+    def admit(self, sequence: "Sequence") -> bool:
+        """Reserve the sequence's blocks, the longest cached prefix first; False if too few are free now."""
+        acquired = self._allocator.acquire(sequence.projected_tokens, self._takeable(sequence))
+        if acquired is None:
+            return False
+        sequence.blocks, num_found = acquired
+        if self.keys is not None and not sequence.all_logits:
+            self.num_asked_tokens += len(sequence.token_ids)
+        self._took(sequence, num_found * self._allocator.block_tokens)
+        return True
+
+    def skip_computed(self, sequence: "Sequence") -> None:
+        """Take the blocks that others have computed meanwhile in place of those that the sequence would compute next."""
+        keys = self._takeable(sequence)
+        idx = sequence.num_computed // self._allocator.block_tokens
+        while idx < len(keys) and self._allocator.adopt(sequence.blocks, idx, keys[idx]):
+            idx += 1
+            self._took(sequence, idx * self._allocator.block_tokens)
+
+    def leaders(self, sequences: list["Sequence"]) -> list["Sequence"]:
+        """Of those whose next block is the same, only the one that is furthest: the others take it when it is computed."""
+        next_keys = [self._next_key(sequence) for sequence in sequences]
+        furthest: dict[bytes | None, Sequence] = {}
+        for key, sequence in zip(next_keys, sequences, strict=True):
+            if sequence.num_computed > furthest.setdefault(key, sequence).num_computed:
+                furthest[key] = sequence
+        pairs = zip(next_keys, sequences, strict=True)
+        return [sequence for key, sequence in pairs if key is None or furthest[key] is sequence]
+
+    def publish(self, sequence: "Sequence") -> None:
+        """Let others find the blocks that are computed to the end."""
+        if self.keys is None:
+            return
+        num_full = sequence.num_computed // self._allocator.block_tokens
+        self.keys.extend(sequence.keys, sequence.token_ids, num_full)
+        for idx in range(sequence.num_published, num_full):
+            self._allocator.publish(sequence.blocks, idx, sequence.keys[idx])
+        sequence.num_published = num_full
+
+    def describe(self) -> dict[str, Any]:
+        """What `status` says: tokens of prompts that could have been shared and that were, blocks cached and evicted so far."""
+        return {
+            "enabled": self.keys is not None,
+            "asked_tokens": self.num_asked_tokens,
+            "hit_tokens": self.num_taken_tokens,
+            "cached_blocks": self._allocator.num_cached,
+            "evicted_blocks": self._allocator.num_evicted,
+        }
+
+    def _takeable(self, sequence: "Sequence") -> list[bytes]:
+        """Keys of the blocks that the sequence may take from others."""
+        if self.keys is None or sequence.all_logits:
+            return []
+        num_blocks = (len(sequence.token_ids) - 1) // self._allocator.block_tokens
+        self.keys.extend(sequence.keys, sequence.token_ids, num_blocks)
+        return sequence.keys[:num_blocks]
+
+    def _next_key(self, sequence: "Sequence") -> bytes | None:
+        """Key of the block that the sequence computes next, if others may take it or it might be taken from them."""
+        keys, idx = self._takeable(sequence), sequence.num_computed // self._allocator.block_tokens
+        return keys[idx] if idx < len(keys) else None
+
+    def _took(self, sequence: "Sequence", num_computed: int) -> None:
+        """The sequence's first `num_computed` tokens are in its blocks now, without its doing."""
+        taken = num_computed - sequence.num_computed
+        sequence.num_computed = num_computed
+        sequence.num_published = num_computed // self._allocator.block_tokens
+        sequence.num_taken += taken
+        self.num_taken_tokens += taken

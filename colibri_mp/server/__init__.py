@@ -1,0 +1,1 @@
+"""The HTTP server: translates between HTTP and a `Cluster`, decides nothing, computes nothing. See docs/server.md."""

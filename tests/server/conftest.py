@@ -1,0 +1,14 @@
+"""One server for all tests of this folder that do nothing to it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from live_server import LiveServer, serving
+
+
+@pytest.fixture(scope="package")
+def server(run_folder: Path) -> Iterator[LiveServer]:
+    """The built-in model behind HTTP."""
+    with serving() as running:
+        yield running
