@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from colibri_mp.errors import MemoryPlanError, PoolError
 from colibri_mp.shm.layout import SLOT, LayerSlots, SlotFlag, SlotState, plan_layout, pool_bytes
-from colibri_mp.shm.policy import LayerDemand, StagingDemand, plan_size, plan_slots
-from colibri_mp.shm.policy import Eviction
+from colibri_mp.shm.policy import Eviction, LayerDemand, StagingDemand, plan_size, plan_slots
 from colibri_mp.shm.pool import ExpertPool, Held
 from colibri_mp.shm.segment import Segment, segment_name
 from colibri_mp.shm.view import PoolView

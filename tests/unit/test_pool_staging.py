@@ -12,7 +12,6 @@ from colibri_mp.errors import PoolError
 from colibri_mp.shm.layer_pool import LayerPool, StagingCounters
 from colibri_mp.shm.layout import LayerSlots, SlotFlag, SlotState, pool_bytes, slot_table_in
 from colibri_mp.shm.policy import Eviction
-from colibri_mp.shm.policy import Eviction
 from colibri_mp.shm.pool import ExpertPool, Held
 from colibri_mp.shm.segment import SHM_DIR, Segment, segment_name
 from colibri_mp.shm.slots import Slots
