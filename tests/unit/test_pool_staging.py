@@ -22,7 +22,6 @@ SLAB = 4096
 LAYERS = (LayerSlots(2, 8, 3, SLAB), LayerSlots(5, 8, 5, SLAB), LayerSlots(6, 6, 6, 2 * SLAB))
 FLOOR, STAGING = 2, 2
 LRU = Eviction("lru")  # easy to follow
-LRU = Eviction("lru")  # easy to follow
 SMALL_BYTES, LARGE_BYTES = (8 + STAGING) * SLAB, (6 + STAGING) * 2 * SLAB
 ALL_BYTES = SMALL_BYTES + LARGE_BYTES
 
