@@ -96,9 +96,8 @@ class Tiers:
             return ""
         self._supervisor.keep(wishes)
         num_pins = sum(wish.is_pinned for wish in wishes)
-        return (
-            f"learned usage: reading the {len(wishes)} experts used most in the background, {num_pins} of them as pins"
-        )
+        note = f"learned usage: reading the {len(wishes)} experts used most in the background"
+        return f"{note}, {num_pins} of them as pins" if num_pins else note
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
