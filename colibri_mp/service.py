@@ -138,6 +138,7 @@ class Service:
             self.control.emit,
             self._config.queue,
         )
+        self.coordinator.on_wait = self.control.flush
         self.monitor = Monitor(self._make_governor(), self._read_pressure, self._relieve)
         self._processes = self.coordinator.processes()
         self._sample_memory()
@@ -234,6 +235,7 @@ class Service:
 
     def _wait_if_idle(self) -> None:
         if not self.engine.can_step:
+            self.control.flush()
             self.coordinator.trace.flush()
             wait([self.control.inbox.fd, *self.coordinator.supervisor.sources], _IDLE_TICK_S)
 
