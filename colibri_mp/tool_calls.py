@@ -3,6 +3,7 @@
 Checkpoints write tool calls in the dialect of their chat template, whose text says which by the markers in it:
 
     hermes    <tool_call>{"name": "f", "arguments": {...}}</tool_call>                 Qwen3 and many others
+              <tool_call><function=f><parameter=a>...</parameter></function></tool_call>  Qwen3-Coder
     mistral   [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]                     Mixtral, Mistral
               [TOOL_CALLS]f[ARGS]{...}                                                  newer Mistral
     reasoning <think>...</think>, where the template knows it; it may begin in the prompt, without its first marker
@@ -16,19 +17,23 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeAlias
 
+from colibri_mp.function_xml import Types, parameter_types, value_json
 from colibri_mp.json_scan import JsonScanner
 
 HERMES, HERMES_END = "<tool_call>", "</tool_call>"
+FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END = "<function=", "</function>", "<parameter=", "</parameter>"
 MISTRAL = "[TOOL_CALLS]"
 THINK, THINK_END = "<think>", "</think>"
 MARKERS = frozenset({HERMES, HERMES_END, MISTRAL, "[ARGS]", "[CALL_ID]", THINK, THINK_END})
 """Texts that a decoder must keep even where they are special tokens of the checkpoint."""
 
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.){1,256}")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_TAG_NAME = re.compile(r"([^<>\n]{1,256})>")
+_TAG_NAME_START = re.compile(r"[^<>\n]{0,256}")
 _NAMED = re.compile(r"\s{0,16}([\w.\-]{1,256})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?\s{0,16}(?=\{)")
 _NAMED_START = re.compile(r"\s{0,16}[\w.\-]{0,256}(?:\[[A-Z_]{0,8}\]?\w{0,64}){0,2}\s{0,16}")
 
@@ -77,10 +82,13 @@ class OutputParser:
 
     def __init__(
         self, markers: tuple[str, ...] = (), reasons: bool = False, starts_in_reasoning: bool = False,
-        new_id: Callable[[], str] = new_call_id,
+        new_id: Callable[[], str] = new_call_id, types: Types | None = None,
     ) -> None:  # fmt: skip
         self._markers = markers
         self._new_id = new_id
+        self._types = types or {}
+        self._function = ""  # whose parameters come as tags
+        self._num_parameters = 0
         self._state = self._in_reasoning if starts_in_reasoning else self._at_start if reasons else self._in_content
         self._text = ""  # not yet decided
         self._marked = ""  # the marker, and what was cut off around it, should it turn out to be content
@@ -93,18 +101,25 @@ class OutputParser:
 
     @classmethod
     def for_template(
-        cls, template: str | None, has_tools: bool, prompt: str | None = None, new_id: Callable[[], str] = new_call_id
+        cls,
+        template: str | None,
+        has_tools: bool,
+        prompt: str | None = None,
+        new_id: Callable[[], str] = new_call_id,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Self:
         """A parser for the answers of a checkpoint with this chat template.
 
         Without tools there are no calls, whatever the model writes. `prompt`: the rendered prompt, which says for sure whether the
-        answer begins in the middle of reasoning; without it the template's text decides.
+        answer begins in the middle of reasoning; without it the template's text decides. `tools`, in OpenAI's form, say which
+        arguments are strings where a dialect does not.
         """
         template = template or ""
-        known = tuple(marker for marker in (HERMES, MISTRAL) if marker in template)
+        known = tuple(marker for marker in (HERMES, FUNCTION, MISTRAL) if marker in template)
         markers = (known or (HERMES, MISTRAL)) if has_tools else ()
         opening = template.rpartition("add_generation_prompt")[2] if prompt is None else prompt
-        return cls(markers, THINK_END in template, THINK_END in template and _is_left_open(opening), new_id)
+        reasons = THINK_END in template
+        return cls(markers, reasons, reasons and _is_left_open(opening), new_id, parameter_types(tools))
 
     def push(self, text: str) -> list[Event]:
         """Take more of the answer; returns what is certain by now."""
@@ -145,7 +160,8 @@ class OutputParser:
         marker = self._say_until(self._markers, ContentDelta)
         if not marker:
             return False
-        self._state = self._at_mistral if marker == MISTRAL else self._at_hermes
+        states = {HERMES: self._at_hermes, FUNCTION: self._at_function, MISTRAL: self._at_mistral}
+        self._state = states[marker]
         return True
 
     def _say_until(self, markers: tuple[str, ...], kind: type[ContentDelta] | type[ReasoningDelta]) -> str:
@@ -177,6 +193,17 @@ class OutputParser:
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def _at_hermes(self) -> bool:
+        rest = self._text.lstrip()
+        if FUNCTION in self._markers and rest.startswith(FUNCTION):
+            self._marked += self._text[: len(self._text) - len(rest) + len(FUNCTION)]
+            self._text = rest[len(FUNCTION) :]
+            self._state = self._at_function
+            return True
+        if FUNCTION in self._markers and FUNCTION.startswith(rest) and not self._is_end:
+            return False
+        return self._at_object()
+
+    def _at_object(self) -> bool:
         self._after_call = self._after_hermes
         self._state = self._at_call
         self._scanner = JsonScanner()
@@ -215,10 +242,50 @@ class OutputParser:
         if call is None:
             return self._no_call()
         self._start(call[0])
-        self._events.append(ToolCallArguments(self._num_calls - 1, call[1]))
+        self._argue(call[1])
         self._text = self._text[self._scanner.end :]
         self._state = self._after_call
         return True
+
+    def _at_function(self) -> bool:
+        """At the name of a function whose parameters come as tags."""
+        match = _TAG_NAME.match(self._text)
+        if match is None:
+            is_open = not self._is_end and _TAG_NAME_START.fullmatch(self._text)
+            return False if is_open else self._no_call()
+        self._function, self._num_parameters = match.group(1).strip(), 0
+        self._start(self._function)
+        self._argue("{")
+        self._text = self._text[match.end() :]
+        self._state = self._at_parameter
+        return True
+
+    def _at_parameter(self) -> bool:
+        rest = self._text.lstrip()
+        if rest.startswith(PARAMETER):
+            end = rest.find(PARAMETER_END)
+            match = _TAG_NAME.match(rest, len(PARAMETER))
+            if match and end >= match.end():
+                name = match.group(1).strip()
+                value = value_json(rest[match.end() : end], self._types.get((self._function, name)))
+                self._argue(f"{', ' if self._num_parameters else ''}{json.dumps(name, ensure_ascii=False)}: {value}")
+                self._num_parameters += 1
+                self._text = rest[end + len(PARAMETER_END) :]
+                return True
+            if end < 0 and not self._is_end:
+                return False
+        elif (
+            not self._is_end and (PARAMETER.startswith(rest) or FUNCTION_END.startswith(rest)) and rest != FUNCTION_END
+        ):
+            return False
+        if not self._is_end or rest.startswith(FUNCTION_END):
+            self._argue("}")
+        self._text = rest.removeprefix(FUNCTION_END)
+        self._state = self._after_hermes
+        return True
+
+    def _argue(self, text: str) -> None:
+        self._events.append(ToolCallArguments(self._num_calls - 1, text))
 
     def _start(self, name: str) -> None:
         self._events.append(ToolCallStart(self._num_calls, self._new_id(), name))
@@ -245,7 +312,7 @@ class OutputParser:
         end = scanner.end if scanner.end is not None else scanner.broken
         said = self._text[:end]
         if said:
-            self._events.append(ToolCallArguments(self._num_calls - 1, said))
+            self._argue(said)
         self._text = self._text[len(said) :]
         scanner.drop_scanned()
         if end is None:
@@ -270,7 +337,7 @@ class OutputParser:
     def _after_hermes(self) -> bool:
         rest = self._text.lstrip()
         if rest.startswith("{"):  # several calls between one pair of markers
-            return self._at_hermes()
+            return self._at_object()
         if not self._is_end and HERMES_END.startswith(rest):
             return False
         self._text = rest.removeprefix(HERMES_END)

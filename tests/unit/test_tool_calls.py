@@ -24,6 +24,7 @@ QWEN = (
     "{%- if enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"
 )
 THINKING = QWEN.partition("{%- if enable")[0].replace("assistant\\n", "assistant\\n<think>\\n")
+CODER = "{% if tools %}...<tool_call>\n<function=example>\n<parameter=a>\n...{% endif %}"
 MISTRAL = "{% if tools %}[AVAILABLE_TOOLS]{{ tools }}[/AVAILABLE_TOOLS]{% endif %}...[TOOL_CALLS]..."
 FOREIGN = "{% if tools %}{{ tools }}{% endif %}"
 
@@ -87,6 +88,24 @@ MISTRAL_CASES: list[tuple[str, list[Event]]] = [
     ('[TOOL_CALLS][{"name": "f", "arguments": {}}, 7] x', [*call(0, "f", "{}"), ContentDelta("7] x")]),
 ]
 
+CODER_CASES: list[tuple[str, list[Event]]] = [
+    (
+        "I look.\n<tool_call>\n<function=f>\n<parameter=city>\nParis\n</parameter>\n<parameter=n>\n3\n</parameter>\n"
+        "</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
+        [ContentDelta("I look."), *call(0, "f", '{"city": "Paris", "n": 3}'), *call(1, "g", "{}")],
+    ),
+    ("<function=f><parameter=a>[1, 2]</parameter></function> ok", [*call(0, "f", '{"a": [1, 2]}'), ContentDelta("ok")]),
+    ("<tool_call>\n<function=f>\n<parameter=code>\n  if a < b:\n    <b>\n\n</parameter></function></tool_call>",
+     call(0, "f", '{"code": "  if a < b:\\n    <b>\\n"}')),
+    ('<tool_call>{"name": "f", "arguments": {}}</tool_call>', call(0, "f", "{}")),
+    # what a model should not write
+    ("<tool_call><function=f><parameter=a>1</parameter>oops", [*call(0, "f", '{"a": 1}'), ContentDelta("oops")]),
+    ("<tool_call><function=f><parameter=a>cut", [*call(0, "f", "{"), ContentDelta("<parameter=a>cut")]),
+    ("<function=f", [ContentDelta("<function=f")]),
+    ("a <function=\n>", [ContentDelta("a <function=\n>")]),
+    ("<tool_call> <func", [ContentDelta("<tool_call> <func")]),
+]  # fmt: skip
+
 THINK_CASES: list[tuple[str, list[Event]]] = [
     ("<think>\nHm, <tool_call>.\n</think>\n\nYes.", [ReasoningDelta("Hm, <tool_call>."), ContentDelta("Yes.")]),
     ('\n<think></think>\n<tool_call>{"name": "f", "arguments": {}}</tool_call>', call(0, "f", "{}")),
@@ -109,7 +128,29 @@ def test_mistral(text: str, events: list[Event]) -> None:
     assert parse(MISTRAL, text) == events
 
 
-@pytest.mark.parametrize(("template", "cases"), [(QWEN, HERMES_CASES + THINK_CASES), (MISTRAL, MISTRAL_CASES)])
+@pytest.mark.parametrize(("text", "events"), CODER_CASES)
+def test_coder(text: str, events: list[Event]) -> None:
+    """The dialect of Qwen3-Coder, with and without defects."""
+    assert parse(CODER, text) == events
+
+
+def test_types_of_arguments_between_tags() -> None:
+    """A tool's schema decides what is a string; without it, what is JSON is taken as that."""
+    properties = {"zip": {"type": "string"}, "flag": {"type": "boolean"}, "list": {"type": "array"}, "any": {}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}, {"type": "x"}]
+    text = "<function=f>" + "".join(
+        f"<parameter={name}>\n{value}\n</parameter>\n"
+        for name, value in (("zip", "8001"), ("flag", "True"), ("list", "[1]"), ("any", "None"), ("other", "null"))
+    )
+    events = joined(OutputParser.for_template(CODER, has_tools=True, tools=tools).push(text + "</function>"))
+    assert isinstance(events[1], ToolCallArguments)
+    assert json.loads(events[1].text) == {"zip": "8001", "flag": True, "list": [1], "any": "None", "other": None}
+
+
+@pytest.mark.parametrize(
+    ("template", "cases"),
+    [(QWEN, HERMES_CASES + THINK_CASES), (MISTRAL, MISTRAL_CASES), (CODER, CODER_CASES), (CODER, HERMES_CASES)],
+)
 def test_pieces_do_not_matter(template: str, cases: list[tuple[str, list[Event]]]) -> None:
     """Letter by letter, and cut once at each place, an answer gives the same events."""
     for text, events in cases:
@@ -120,11 +161,12 @@ def test_pieces_do_not_matter(template: str, cases: list[tuple[str, list[Event]]
 
 FRAGMENTS = st.sampled_from(
     ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", '{"name": "f", "arguments": ',
-     '{"a": "b"}', "{", "}", "[", "]", '"', "\\", ",", " ", "\n", "f", "text", "<", "é"]
+     '{"a": "b"}', "<function=", "f>", "<parameter=", "</parameter>", "</function>",
+     "{", "}", "[", "]", '"', "\\", ",", " ", "\n", "f", "text", "<", "é"]
 )  # fmt: skip
 
 
-@given(st.lists(FRAGMENTS, max_size=14), st.sampled_from([QWEN, THINKING, MISTRAL, FOREIGN]), st.data())
+@given(st.lists(FRAGMENTS, max_size=14), st.sampled_from([QWEN, THINKING, MISTRAL, CODER, FOREIGN]), st.data())
 def test_any_text_cut_anywhere(fragments: list[str], template: str, data: st.DataObject) -> None:
     """Whatever is written, the pieces do not matter, and nothing but white space and the frame of calls is lost."""
     text = "".join(fragments)
