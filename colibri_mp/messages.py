@@ -500,7 +500,7 @@ class StepBuffers:
         self.ids: Ints = values[end : end + chosen].reshape(num_tokens, top_k)
         self.weights: Floats = values[end + chosen :].view(np.float32).reshape(num_tokens, top_k)
         self.y: Floats = self._routed[_STEP.size :].view(np.float32).reshape(num_tokens, hidden)
-        self._into, self._from = memoryview(self._route), memoryview(self._routed)
+        self._into, self._from = self._route.data, self._routed.data
 
     def load(self, frame: bytes) -> None:
         """Take in a route of this shape."""
