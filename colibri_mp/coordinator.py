@@ -46,7 +46,7 @@ from colibri_mp.kernels.router import RouterStage
 from colibri_mp.kernels.team import ThreadTeam
 from colibri_mp.limits import tightest_room
 from colibri_mp.lossy import lossy_options, with_lossy_options
-from colibri_mp.messages import Floats, PoolEvent, StepCounters
+from colibri_mp.messages import Floats, Ints, PoolEvent, StepCounters
 from colibri_mp.models import load_model
 from colibri_mp.models.structure import DenseSpec, ModelSpec
 from colibri_mp.phases import ATTENTION, COMPUTE, StepClock
@@ -93,6 +93,7 @@ class Coordinator:
         self.trace = trace
         self.tiers = Tiers(config, model, plan, usage, self.weights.layers, supervisor, lone_team)
         self.lossy: tuple[str, ...] = ()
+        self.on_wait: Callable[[], None] = lambda: None  # called in each layer, while its worker computes
         self._should_stop = should_stop
         self._planes = config.planes
         self._team = team
@@ -229,7 +230,7 @@ class Coordinator:
             ids,
             weights,
             on_answer=self._team.expect,
-            meanwhile=lambda: self.tiers.look(layer_idx, x, ids),
+            meanwhile=lambda: self._while_waiting(layer_idx, x, ids),
         )
         num_choices = int(np.count_nonzero(ids >= 0)) if self._may_drop else ids.size
         clock.lap_workers(routed.counters, len(ids), num_choices)
@@ -238,6 +239,11 @@ class Coordinator:
         x += routed.y
         clock.end_layer()
         self.trace.add_layer(layer_idx, ids, num_choices, routed.counters, clock.layer_s)
+
+    def _while_waiting(self, layer_idx: int, x: Floats, ids: Ints) -> None:
+        """A worker computes: the time for what no result depends on."""
+        self.on_wait()
+        self.tiers.look(layer_idx, x, ids)
 
     def _dense_mlp(self, x: Floats, layer: ResidentLayer, slab: Bytes) -> Floats:
         """A dense block is an expert that every token uses with weight 1."""

@@ -116,6 +116,16 @@ class ExpertPool:
         pool.evictable.used(union)
         return held
 
+    def find(self, layer: int, expert_ids: Iterable[int]) -> list[int] | None:
+        """Slots of experts that are all in memory; None if one is not, or is being read. Changes nothing."""
+        pool = self._layers.get(layer)
+        if pool is None or pool.loading:
+            return None
+        try:
+            return list(map(pool.slot_of.__getitem__, expert_ids))
+        except KeyError:
+            return None
+
     def mark_ready(self, slot: int, generation: int) -> None:
         """The slab's bytes are complete. `PoolError` if the slot is not LOADING under this generation."""
         self._check_loading(slot, generation)
