@@ -70,6 +70,9 @@ class LaunchConfig:
     ctx: int = _setting(
         0, "tokens of context that KV memory is reserved for (0: chosen, and said)", least=0, metavar="TOKENS"
     )
+    kv_bits: int = _setting(
+        32, "bits of a number in the KV cache: 32 exact, 8 a quarter of the memory (lossy)", choices=(32, 8)
+    )
     prefix_cache: Literal["on", "off"] = _setting(
         "on",
         "keep the KV of what was computed until its memory is needed, and share it between requests that begin alike",
@@ -121,7 +124,13 @@ class LaunchConfig:
         metavar="auto|off|FILE",
     )
     pins: float = _setting(
-        0.25, "share of the expert slots that the most used experts keep for good", least=0.0, most=0.9, metavar="SHARE"
+        0.0, "share of the expert slots that the most used experts keep for good", least=0.0, most=0.9, metavar="SHARE"
+    )
+    policy: Literal["lrfu", "lru"] = _setting(
+        "lrfu",
+        "which expert gives way: the one with the least uses, of which older ones weigh less (lrfu), or the least recently "
+        "used one (lru)",
+        choices=("lrfu", "lru"),
     )
     repin: int = _setting(
         0, "between two answers, each N tokens, give cold pins to experts that have become hot (0: never)",
