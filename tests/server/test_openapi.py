@@ -34,7 +34,7 @@ def test_every_route_is_documented(server: LiveServer) -> None:
 
 @SCHEMA.parametrize()
 @settings(
-    max_examples=8, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate],
+    max_examples=4, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 def test_answers_are_as_documented(server: LiveServer, case: schemathesis.Case) -> None:
