@@ -6,6 +6,8 @@
 Each round decodes with one session, then with all, and takes the ratio; the figures are medians over the rounds. The limit is
 what memory allows where every expert is resident: a step reads the resident weights once and each expert of the union once, so
 S sessions can be S * bytes(1) / bytes(S) times as fast as one. Unions are those that the coordinator counted.
+
+On a machine that others use too, medians say little: `quiet_ratio` compares the fastest twentieth of the steps of either kind.
 """
 
 import argparse
@@ -25,14 +27,18 @@ from colibri_mp.models import load_model
 from colibri_mp.plan_terms import resident_bytes
 
 
-def decode(cluster: Cluster, num_sessions: int, num_tokens: int, seed: int) -> dict[str, float]:
-    """Sessions with prompts of their own decode together; from the moment all have begun until one has all its tokens."""
+def decode(cluster: Cluster, num_sessions: int, num_tokens: int, seed: int, steps: list[float]) -> dict[str, float]:
+    """Sessions with prompts of their own decode together; from the moment all have begun until one has all its tokens.
+
+    `steps` gets the seconds between two steps: from a token of a session to its next one.
+    """
     counts = {}
     for idx in range(num_sessions):
         prompt = [(7919 * (i + 31 * idx + 1009 * seed)) % 1000 + 3 for i in range(16)]
         counts[cluster.submit(prompt, max_tokens=num_tokens, temperature=0.0, ignore_eos=True)] = 0
     before = cluster.stats()
     started, num_before, ended, num_after = 0.0, 0, 0.0, 0
+    clocked, last = next(iter(counts)), 0.0
     while (found := cluster.next_event()) is not None:
         request, event = found
         if isinstance(event, Failed):
@@ -40,6 +46,11 @@ def decode(cluster: Cluster, num_sessions: int, num_tokens: int, seed: int) -> d
         if not isinstance(event, Piece):
             continue
         counts[request] += len(event.token_ids)
+        if request == clocked:
+            now = time.perf_counter()
+            if started and not ended:
+                steps.append(now - last)
+            last = now
         if not started and min(counts.values()) >= 2:
             started, num_before = time.perf_counter(), sum(counts.values())
         if not ended and max(counts.values()) == num_tokens:
@@ -79,6 +90,11 @@ def memory_limit(folder: Path, num_sessions: int, union_one: float, union_all: f
     return num_sessions * (fixed_bytes + union_one * slab_bytes) / (fixed_bytes + union_all * slab_bytes)
 
 
+def fastest(steps: list[float]) -> float:
+    """The time that a twentieth of the steps are faster than."""
+    return sorted(steps)[len(steps) // 20]
+
+
 def summarise(rows: list[dict[str, float]]) -> dict[str, dict[str, float]]:
     """Median, least and most of each figure."""
     return {name: median([row[name] for row in rows]) for name in rows[0]}
@@ -88,12 +104,14 @@ def measure(folder: Path, settings: dict[str, Any], args: argparse.Namespace) ->
     """Start a cluster and time it, one session and all in turn."""
     with Cluster.launch(folder, **settings) as cluster:
         for count in (1, args.sessions):  # whatever is done once, and the experts that are used most
-            decode(cluster, count, max(4, args.tokens // 2), 99)
+            decode(cluster, count, max(4, args.tokens // 2), 99, [])
         foreign = ForeignCpu()
         one, many = [], []
+        one_steps: list[float] = []
+        many_steps: list[float] = []
         for seed in range(args.rounds):
-            one.append(decode(cluster, 1, args.tokens, seed))
-            many.append(decode(cluster, args.sessions, args.tokens, seed))
+            one.append(decode(cluster, 1, args.tokens, seed, one_steps))
+            many.append(decode(cluster, args.sessions, args.tokens, seed, many_steps))
         ratios = [b["tok_s"] / a["tok_s"] for a, b in zip(one, many, strict=True)]
         stats = cluster.stats()
         first, together = summarise(one), summarise(many)
@@ -104,6 +122,8 @@ def measure(folder: Path, settings: dict[str, Any], args: argparse.Namespace) ->
             "one": first,
             "together": together,
             "ratio": median(ratios),
+            "quiet_step_ms": [1000 * fastest(steps) for steps in (one_steps, many_steps)],
+            "quiet_ratio": args.sessions * fastest(one_steps) / fastest(many_steps),
             "resident_limit": limit,
             "share_of_limit": median(ratios)["median"] / limit,
             "foreign_cores": foreign.cores(),
