@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from colibri_mp.constraints import TokenMask
 from colibri_mp.errors import ColibriError, Overloaded, RequestError
 from colibri_mp.logprobs import check_num_top, prompt_logprobs, token_logprob
 from colibri_mp.messages import (
@@ -64,6 +65,7 @@ class Generation:
     num_prompt: int
     max_tokens: int
     counters_before: dict[str, float]
+    mask: TokenMask | None = None
     started: float = field(default_factory=time.perf_counter)
     queue_s: float | None = None  # until it was admitted
     first_token_s: float | None = None
@@ -113,13 +115,17 @@ class Engine:
 
     # -- requests in ---------------------------------------------------------------------------------------------------
 
-    def submit(self, client: bytes, request: Generate | Score) -> None:
-        """Begin a request; a bad one is answered with `Failed` at once."""
+    def submit(self, client: bytes, request: Generate | Score, mask: TokenMask | None = None) -> None:
+        """Begin a request; a bad one is answered with `Failed` at once. `mask`: its constraint, compiled."""
         try:
             if (client, request.request_id) in self._requests:
                 raise RequestError(f"request {request.request_id} of this client is still running; use another id")
             self._check_queue()
-            job = self._generation(client, request) if isinstance(request, Generate) else self._scoring(client, request)
+            job: Generation | Scoring
+            if isinstance(request, Generate):
+                job = self._generation(client, request, mask)
+            else:
+                job = self._scoring(client, request)
             for sequence in _sequences(job):
                 self.scheduler.allocator.check(sequence.projected_tokens)
         except ColibriError as error:
@@ -298,7 +304,10 @@ class Engine:
                 first = part.start + 1 if part.start else 0
                 self._emit(job.client, PromptLogprobs(request.request_id, first, entries))
         if part.reaches_end:
-            self._next_token(job, logits[-1])
+            try:
+                self._next_token(job, logits[-1])
+            except RequestError as error:
+                self._fail(job, error)
         elif request.progress:
             self._emit(job.client, Progress(request.request_id, part.start + part.count, job.num_prompt))
 
@@ -319,6 +328,8 @@ class Engine:
         self._emit(job.client, Piece(job.request.request_id, [token], text, logprobs))
         if job.stops.found is not None:
             self._finish(job, "stop", job.stops.found)
+        elif job.mask is not None and job.mask.is_finished:
+            self._finish(job, "stop")
         elif job.num_generated >= job.max_tokens:
             self._finish(job, "length")
 
@@ -379,8 +390,9 @@ class Engine:
 
     # -- making jobs ---------------------------------------------------------------------------------------------------
 
-    def _generation(self, client: bytes, request: Generate) -> Generation:
-        prompt_ids = self._prompt_ids(request.prompt)
+    def _generation(self, client: bytes, request: Generate, mask: TokenMask | None) -> Generation:
+        assert (request.constraint is None) == (mask is None)
+        prompt_ids = self.prompt_ids(request.prompt)
         wants_prompt = request.prompt_logprobs is not None
         max_tokens = self._max_tokens(len(prompt_ids), request.max_tokens, least=0 if wants_prompt else 1)
         params = resolve(request.sampling, self.defaults, secrets.randbits(63))
@@ -395,11 +407,17 @@ class Engine:
         chunk = min(self.scheduler.max_rows, self.model.max_logit_rows) if wants_prompt else self.scheduler.max_rows
         sequence = Sequence(prompt_ids, len(prompt_ids) + max_tokens, chunk, all_logits=wants_prompt)
         return Generation(
-            client, request, sequence, Sampler(params, prompt_ids),
+            client, request, sequence, Sampler(params, prompt_ids, mask),
             self.tokenizer.stream(after=prompt_ids) if self.tokenizer else None, StopStrings(request.stop),
-            frozenset(request.stop_ids) | (frozenset() if request.ignore_eos else self.eos_ids), len(prompt_ids), max_tokens,
-            self.model.cache_counters(),
+            self._stop_ids(request, mask), len(prompt_ids), max_tokens, self.model.cache_counters(), mask,
         )  # fmt: skip
+
+    def _stop_ids(self, request: Generate, mask: TokenMask | None) -> frozenset[int]:
+        """The tokens that end an answer; a constraint has its own and lets them come only where it is satisfied."""
+        own = frozenset(request.stop_ids)
+        if mask is not None:
+            return own | mask.eos_ids
+        return own if request.ignore_eos else own | self.eos_ids
 
     def _scoring(self, client: bytes, request: Score) -> Scoring:
         if not request.prompts:
@@ -413,7 +431,8 @@ class Engine:
             sequences.append(Sequence(list(prompt), len(prompt), chunk, all_logits=True))
         return Scoring(client, request, sequences, len(sequences))
 
-    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """The tokens of a prompt. Raises `RequestError`: it has none, or it is not of this model."""
         if isinstance(prompt, list):
             ids = list(prompt)
         elif self.tokenizer is None:
