@@ -7,7 +7,8 @@ Each round decodes with one session, then with all, and takes the ratio; the fig
 what memory allows where every expert is resident: a step reads the resident weights once and each expert of the union once, so
 S sessions can be S * bytes(1) / bytes(S) times as fast as one. Unions are those that the coordinator counted.
 
-On a machine that others use too, medians say little: `quiet_ratio` compares the fastest twentieth of the steps of either kind.
+On a machine that others use too, seconds say little: `cpu_ratio` compares the CPU time of a token in coordinator and workers
+(best with --threads 1: the threads of a team spin while they wait for each other).
 """
 
 import argparse
@@ -17,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 from bench_model import ForeignCpu, forget_pages, median
 
 from colibri_mp import Cluster
@@ -27,18 +29,16 @@ from colibri_mp.models import load_model
 from colibri_mp.plan_terms import resident_bytes
 
 
-def decode(cluster: Cluster, num_sessions: int, num_tokens: int, seed: int, steps: list[float]) -> dict[str, float]:
-    """Sessions with prompts of their own decode together; from the moment all have begun until one has all its tokens.
-
-    `steps` gets the seconds between two steps: from a token of a session to its next one.
-    """
+def decode(cluster: Cluster, num_sessions: int, num_tokens: int, seed: int) -> dict[str, float]:
+    """Sessions with prompts of their own decode together; from the moment all have begun until one has all its tokens."""
     counts = {}
     for idx in range(num_sessions):
         prompt = [(7919 * (i + 31 * idx + 1009 * seed)) % 1000 + 3 for i in range(16)]
         counts[cluster.submit(prompt, max_tokens=num_tokens, temperature=0.0, ignore_eos=True)] = 0
     before = cluster.stats()
+    pids = [before["pid"], *(worker["pid"] for worker in before["workers"])]
+    started_cpu_s = ended_cpu_s = 0.0
     started, num_before, ended, num_after = 0.0, 0, 0.0, 0
-    clocked, last = next(iter(counts)), 0.0
     while (found := cluster.next_event()) is not None:
         request, event = found
         if isinstance(event, Failed):
@@ -46,15 +46,10 @@ def decode(cluster: Cluster, num_sessions: int, num_tokens: int, seed: int, step
         if not isinstance(event, Piece):
             continue
         counts[request] += len(event.token_ids)
-        if request == clocked:
-            now = time.perf_counter()
-            if started and not ended:
-                steps.append(now - last)
-            last = now
         if not started and min(counts.values()) >= 2:
-            started, num_before = time.perf_counter(), sum(counts.values())
+            started, num_before, started_cpu_s = time.perf_counter(), sum(counts.values()), cpu_seconds(pids)
         if not ended and max(counts.values()) == num_tokens:
-            ended, num_after = time.perf_counter(), sum(counts.values())
+            ended, num_after, ended_cpu_s = time.perf_counter(), sum(counts.values()), cpu_seconds(pids)
     after = cluster.stats()
     bytes_read = after["cache"]["bytes_read"] - before["cache"]["bytes_read"]
     phases = {
@@ -65,10 +60,17 @@ def decode(cluster: Cluster, num_sessions: int, num_tokens: int, seed: int, step
     return {
         "tok_s": (num_after - num_before) / (ended - started),
         "union": union_size(before, after, num_sessions),
+        "cpu_ms_a_token": 1000 * (ended_cpu_s - started_cpu_s) / (num_after - num_before),
         "bytes_read_a_token": bytes_read / sum(counts.values()),
         **{f"share_{name}": seconds / total_s for name, seconds in phases.items()},
         "step_ms": 1000 * (ended - started) / max(1, (num_after - num_before) / num_sessions),
     }
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    """What these processes have used so far."""
+    times = [psutil.Process(pid).cpu_times() for pid in pids]
+    return sum(time.user + time.system for time in times)
 
 
 def union_size(before: dict[str, Any], after: dict[str, Any], num_rows: int) -> float:
@@ -90,11 +92,6 @@ def memory_limit(folder: Path, num_sessions: int, union_one: float, union_all: f
     return num_sessions * (fixed_bytes + union_one * slab_bytes) / (fixed_bytes + union_all * slab_bytes)
 
 
-def fastest(steps: list[float]) -> float:
-    """The time that a twentieth of the steps are faster than."""
-    return sorted(steps)[len(steps) // 20]
-
-
 def summarise(rows: list[dict[str, float]]) -> dict[str, dict[str, float]]:
     """Median, least and most of each figure."""
     return {name: median([row[name] for row in rows]) for name in rows[0]}
@@ -104,14 +101,12 @@ def measure(folder: Path, settings: dict[str, Any], args: argparse.Namespace) ->
     """Start a cluster and time it, one session and all in turn."""
     with Cluster.launch(folder, **settings) as cluster:
         for count in (1, args.sessions):  # whatever is done once, and the experts that are used most
-            decode(cluster, count, max(4, args.tokens // 2), 99, [])
+            decode(cluster, count, max(4, args.tokens // 2), 99)
         foreign = ForeignCpu()
         one, many = [], []
-        one_steps: list[float] = []
-        many_steps: list[float] = []
         for seed in range(args.rounds):
-            one.append(decode(cluster, 1, args.tokens, seed, one_steps))
-            many.append(decode(cluster, args.sessions, args.tokens, seed, many_steps))
+            one.append(decode(cluster, 1, args.tokens, seed))
+            many.append(decode(cluster, args.sessions, args.tokens, seed))
         ratios = [b["tok_s"] / a["tok_s"] for a, b in zip(one, many, strict=True)]
         stats = cluster.stats()
         first, together = summarise(one), summarise(many)
@@ -122,8 +117,7 @@ def measure(folder: Path, settings: dict[str, Any], args: argparse.Namespace) ->
             "one": first,
             "together": together,
             "ratio": median(ratios),
-            "quiet_step_ms": [1000 * fastest(steps) for steps in (one_steps, many_steps)],
-            "quiet_ratio": args.sessions * fastest(one_steps) / fastest(many_steps),
+            "cpu_ratio": first["cpu_ms_a_token"]["median"] / together["cpu_ms_a_token"]["median"],
             "resident_limit": limit,
             "share_of_limit": median(ratios)["median"] / limit,
             "foreign_cores": foreign.cores(),
