@@ -46,7 +46,7 @@ from colibri_mp.kernels.router import RouterStage
 from colibri_mp.kernels.team import ThreadTeam
 from colibri_mp.limits import tightest_room
 from colibri_mp.lossy import lossy_options, with_lossy_options
-from colibri_mp.messages import Floats, PoolEvent, StepCounters
+from colibri_mp.messages import Floats, Ints, PoolEvent, StepCounters
 from colibri_mp.models import load_model
 from colibri_mp.models.structure import DenseSpec, ModelSpec
 from colibri_mp.phases import ATTENTION, COMPUTE, StepClock
@@ -56,10 +56,11 @@ from colibri_mp.resident import ResidentLayer, load_resident
 from colibri_mp.rundir import ClusterInfo, RunDir
 from colibri_mp.scheduler import Look, Rows
 from colibri_mp.shm.layout import LayerSlots, pool_bytes
+from colibri_mp.shm.policy import Eviction
 from colibri_mp.shm.segment import Segment, segment_name
 from colibri_mp.shm.view import PoolView
 from colibri_mp.supervisor import Supervisor
-from colibri_mp.tiers import Tiers, open_usage
+from colibri_mp.tiers import Tiers, choose_eviction, open_usage
 from colibri_mp.trace import EVENTS
 from colibri_mp.trace_writer import NoTrace, TraceWriter, open_trace
 from colibri_mp.usage import Usage
@@ -92,6 +93,7 @@ class Coordinator:
         self.trace = trace
         self.tiers = Tiers(config, model, plan, usage, self.weights.layers, supervisor, lone_team)
         self.lossy: tuple[str, ...] = ()
+        self.on_wait: Callable[[], None] = lambda: None  # called in each layer, while its worker computes
         self._should_stop = should_stop
         self._planes = config.planes
         self._team = team
@@ -132,13 +134,14 @@ class Coordinator:
         compile_kernels(encodings_of(model), config.planes, progress, should_stop, model.quantises_experts)
         experts = with_checksums(model.expert_layers, checkpoint.fingerprint)
         copies = choose_copies(checkpoint, experts, config, expert_memory(experts, plan), progress)
-        workers = worker_configs(checkpoint, model, experts, plan, config, copies)
+        eviction = choose_eviction(config, model, usage)
+        workers = worker_configs(checkpoint, model, experts, plan, config, copies, eviction)
         run_dir.describe(ClusterInfo(os.getpid(), str(checkpoint.path), tuple(w.segment_name for w in workers)))
         segments = [
             stack.enter_context(Segment.create(worker.segment_name, pool_bytes(worker.slots, worker.staging)))
             for worker in workers
         ]
-        trace = open_trace(config, checkpoint, model, plan, lossy)
+        trace = open_trace(config, checkpoint, model, plan, lossy, eviction)
         stack.callback(trace.close)
         supervisor = Supervisor(run_dir, config.step_timeout, config.log_level)
         stack.callback(supervisor.close)
@@ -227,7 +230,7 @@ class Coordinator:
             ids,
             weights,
             on_answer=self._team.expect,
-            meanwhile=lambda: self.tiers.look(layer_idx, x, ids),
+            meanwhile=lambda: self._while_waiting(layer_idx, x, ids),
         )
         num_choices = int(np.count_nonzero(ids >= 0)) if self._may_drop else ids.size
         clock.lap_workers(routed.counters, len(ids), num_choices)
@@ -236,6 +239,11 @@ class Coordinator:
         x += routed.y
         clock.end_layer()
         self.trace.add_layer(layer_idx, ids, num_choices, routed.counters, clock.layer_s)
+
+    def _while_waiting(self, layer_idx: int, x: Floats, ids: Ints) -> None:
+        """A worker computes: the time for what no result depends on."""
+        self.on_wait()
+        self.tiers.look(layer_idx, x, ids)
 
     def _dense_mlp(self, x: Floats, layer: ResidentLayer, slab: Bytes) -> Floats:
         """A dense block is an expert that every token uses with weight 1."""
@@ -333,7 +341,7 @@ def expert_memory(layers: Sequence[ExpertLayer], plan: Plan) -> ExpertMemory:
 
 def worker_configs(
     checkpoint: Checkpoint, model: ModelSpec, layers: Sequence[ExpertLayer], plan: Plan, config: LaunchConfig,
-    copies: tuple[Copy, ...],
+    copies: tuple[Copy, ...], eviction: Eviction,
 ) -> list[WorkerConfig]:  # fmt: skip
     """What each worker is told; `layers`: the model's experts, `copies`: where they are read from."""
     by_layer = {experts.layer: experts for experts in layers}
@@ -360,6 +368,7 @@ def worker_configs(
                 planes=config.planes,
                 staging=share.num_staging,
                 advises=config.lookahead == "advise",
+                eviction=eviction,
             )
         )
     return configs
