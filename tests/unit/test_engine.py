@@ -2,16 +2,18 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
+from colibri_mp.constraints import TokenMask
 from colibri_mp.engine import Engine
-from colibri_mp.errors import ReadError, WorkerDied
+from colibri_mp.errors import ReadError, RequestError, WorkerDied
 from colibri_mp.kvcache import BlockAllocator
 from colibri_mp.messages import (
+    Constraint,
     Failed,
     Finished,
     Floats,
@@ -24,6 +26,7 @@ from colibri_mp.messages import (
     Score,
     Scores,
 )
+from colibri_mp.sampling import Scores as Weights
 from colibri_mp.scheduler import Look, Rows, Scheduler
 
 VOCAB = 50
@@ -37,6 +40,7 @@ class Counting:
     max_context = 40
     vocab_size = VOCAB
     max_logit_rows = 6
+    can_be_joined = True
 
     def __init__(self) -> None:
         self.steps: list[list[int]] = []
@@ -190,6 +194,44 @@ def test_logprobs_of_a_prompt_alone() -> None:
     assert bench.tokens() == []
     assert finish_reason(bench.last()) == "length"
     assert sum(len(m.entries) for m in bench.sent[b"a"] if isinstance(m, PromptLogprobs)) == 40
+
+
+class OddMask(TokenMask):
+    """Stands in for a constraint: odd tokens only, ended by `last` or with an error at `bad`."""
+
+    def __init__(self, last: int, bad: int = -1) -> None:
+        self.eos_ids = frozenset({33})
+        self._last, self._bad, self._is_finished = last, bad, False
+
+    @property
+    def is_finished(self) -> bool:
+        return self._is_finished
+
+    def apply(self, scores: Weights) -> None:
+        scores[::2] = -np.inf
+
+    def add(self, token: int) -> None:
+        if token == self._bad:
+            raise RequestError("too much")
+        self._is_finished = token == self._last
+
+
+def test_constrained_answers() -> None:
+    """A mask rules what is drawn, ends the answer, has its own end tokens, and its error fails its request only."""
+    bench = Bench()
+    asked = {"max_tokens": 9, "constraint": Constraint("regex", "odd")}
+    bench.engine.submit(b"a", ask([3], **asked), OddMask(last=1))
+    bench.engine.submit(b"b", ask([32], ignore_eos=True, **asked), OddMask(last=1))
+    bench.engine.submit(b"c", ask([4], **asked), OddMask(last=1, bad=5))
+    bench.engine.submit(b"d", ask([20]))
+    bench.run()
+    assert bench.tokens(b"a") == [1]
+    assert bench.tokens(b"b") == []
+    assert finish_reason(bench.last(b"a")) == finish_reason(bench.last(b"b")) == "stop"
+    failed = bench.last(b"c")
+    assert isinstance(failed, Failed)
+    assert failed.message == "too much"
+    assert bench.tokens(b"d") == [21, 22, 23, 24, 25]
 
 
 def test_statistics_cover_the_request() -> None:
@@ -400,6 +442,53 @@ def test_a_request_that_comes_between_two_layers_is_in_the_next_step() -> None:
     bench.run()
     assert bench.model.steps[:2] == [[2], [3]]
     assert bench.tokens() == [33, 34, 35, 36, 37]
+
+
+def test_a_short_request_is_computed_in_the_middle_of_a_long_step() -> None:
+    """It has its first token before the long step ends, once a step; whoever comes later is in the next one."""
+    bench = Bench(num_blocks=80, max_rows=16)
+    engine = bench.engine
+    engine.submit(b"a", ask(list(range(1, 17))))
+    found = []
+    moments: Iterator[Callable[[], None]] = iter(
+        [
+            lambda: engine.submit(b"b", ask([30, 31], max_tokens=2)),
+            lambda: engine.submit(b"c", ask([40])),
+            lambda: found.append((bench.tokens(b"b"), bench.tokens(b"c"))),
+            lambda: engine.cancel(b"b", 1),
+        ]
+    )
+
+    def listen() -> None:
+        next(moments)()
+
+    engine.step(listen)
+    assert found == [([32], [])]
+    assert bench.model.steps == [[16], [2]]
+    bench.run()
+    assert (bench.tokens(b"a"), bench.tokens(b"b")) == ([17, 18, 19, 20, 21], [32])
+    assert bench.tokens(b"c") == [41, 42, 43, 44, 45]
+
+
+@pytest.mark.parametrize("error", [ReadError("disk on fire"), WorkerDied("worker 0")])
+def test_an_error_in_the_middle_of_a_step(error: Exception) -> None:
+    """What fails for a newcomer is its own affair, but for the death of a worker."""
+    bench = Bench(num_blocks=80, max_rows=16)
+    bench.engine.submit(b"a", ask(list(range(1, 17))))
+
+    def come() -> None:
+        bench.engine.submit(b"b", ask([30]))
+        bench.model.error = error
+
+    if isinstance(error, WorkerDied):
+        with pytest.raises(WorkerDied):
+            bench.engine.step(At(1, come))
+        return
+    bench.engine.step(At(1, come))
+    bench.model.error = None
+    assert isinstance(bench.last(b"b"), Failed)
+    bench.run()
+    assert len(bench.tokens(b"a")) == 5
 
 
 def test_a_full_queue_refuses_with_the_numbers() -> None:
