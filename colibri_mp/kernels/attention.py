@@ -45,6 +45,7 @@ _QK_NORM = {"none": NORM_NONE, "head": NORM_HEAD, "full": NORM_FULL}
 class AttentionStage:
     """Attention of one shape, with its scratch memory; for all layers of that shape, one call at a time.
 
+    The window of the spec is the widest of all layers; weights may have a narrower one.
     `planes`: see `linear`. Weights met in a call are kept (a few kB each) until the stage goes.
     """
 
@@ -143,9 +144,11 @@ class AttentionStage:
             weights.check(self.spec)
             frame = self._template.copy()
             self._bind_matrices(frame, weights)
-            for name in ("q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "o_bias"):
+            for name in ("q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "o_bias", "sinks"):
                 frame[name] = _address(getattr(weights, name))
             frame["norm_weight"] = _address(weights.norm)
+            if weights.window is not None:
+                frame["window"] = weights.window
             known = (weights, frame, frame.view(np.int64)[: len(STEP_FIELDS)])
             self._frames[id(weights)] = known
         return known[1:]

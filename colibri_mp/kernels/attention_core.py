@@ -44,6 +44,7 @@ TILE_TOKENS = 16
 LARGEST_WIDTH = WIDTHS[-1]
 _VECTOR_BYTES = 64
 _NOTHING = np.float32(0.0)
+_ONE = np.float32(1.0)
 _HALF_HIDDEN = np.float32(-5e29)
 
 
@@ -193,12 +194,17 @@ def _mix_group(width: int, weights: int, values: int, sums: int, num_positions: 
 
 
 @compiled
-def start_merge(job: Any, merged: int) -> None:
-    """A partial of no positions."""
+def start_merge(job: Any, place: Any, kv_head: int, merged: int) -> None:
+    """A partial of no positions; with sinks, of one that has the score of its head's sink and the value zero."""
     _clear_sums(job.max_queries * job.value_parts, merged)
     for query in range(0, job.max_queries, 16):
         store16(merged + job.largest_offset + 4 * query, splat16(HIDDEN))
         store16(merged + job.largest_offset + 4 * (job.max_queries + query), splat16(_NOTHING))
+    if job.sinks != 0:
+        for query in range(place.num_queries):
+            head = kv_head * job.group_size + query % job.group_size
+            set_f32(merged + job.largest_offset + 4 * query, get_f32(job.sinks + 4 * head))
+            set_f32(merged + job.largest_offset + 4 * (job.max_queries + query), _ONE)
 
 
 @compiled
