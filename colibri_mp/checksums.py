@@ -1,9 +1,10 @@
 """Checksums of the experts of a checkpoint in a published layout: computed once by `colibri-cluster checksum`, kept for the user.
 
-    <user cache>/checksums/<fingerprint>.npz      "layout": the slab's layout; "layer_<n>": uint64 [E]
+    <user cache>/checksums/<key>.npz      "layout": the slab's layout; "layer_<n>": uint64 [E]
 
 A checksum is the xxh3-64 of an expert's whole slab in the kernels' layout, padding zeroed, so that one check after packing
-covers what was read and what was made of it. A container from `convert` has them in its own metadata.
+covers what was read and what was made of it. A container from `convert` has them in its own metadata. Experts that are
+quantised while they are read (`--expert-bits`) make other slabs, whose checksums have a file of their own.
 """
 
 import io
@@ -22,6 +23,7 @@ from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.config import format_size
 from colibri_mp.errors import CheckpointError, ReadError
 from colibri_mp.kernels.layout import LAYOUT_VERSION, pack
+from colibri_mp.kernels.quantising import SEARCH_VERSION
 from colibri_mp.user_cache import replace_file, user_cache_dir
 from colibri_mp.workers.copies import Copy, ExpertCopies
 from colibri_mp.workers.expert_files import aligned_buffer
@@ -36,9 +38,18 @@ Sums = dict[int, NDArray[np.uint64]]
 """By layer: [E]."""
 
 
-def checksum_path(fingerprint: str) -> Path:
-    """Where the checksums of a checkpoint are kept."""
-    return user_cache_dir() / "checksums" / f"{fingerprint}.npz"
+def checksum_path(key: str) -> Path:
+    """Where the checksums of a checkpoint are kept; see `checksum_key`."""
+    return user_cache_dir() / "checksums" / f"{key}.npz"
+
+
+def checksum_key(fingerprint: str, layers: Sequence[ExpertLayer]) -> str:
+    """What the checksums of these slabs are kept under: the checkpoint, and what its experts are quantised to when read."""
+    targets = next((layer.targets for layer in layers if layer.targets), None)
+    if targets is None:
+        return fingerprint
+    widths = "-".join(f"{target.bits}.{target.group_size}" for target in targets)
+    return f"{fingerprint}-{SEARCH_VERSION}-{widths}"
 
 
 def with_checksums(layers: Sequence[ExpertLayer], fingerprint: str) -> tuple[ExpertLayer, ...]:
@@ -46,10 +57,11 @@ def with_checksums(layers: Sequence[ExpertLayer], fingerprint: str) -> tuple[Exp
 
     Raises `CheckpointError` if the file of checksums is damaged or belongs to other experts.
     """
-    known = load(fingerprint)
+    key = checksum_key(fingerprint, layers)
+    known = load(key)
     for layer in layers:
         if layer.layer in known and known[layer.layer].shape != (layer.num_experts,):
-            raise _unusable(checksum_path(fingerprint), f"layer {layer.layer} has {layer.num_experts} experts")
+            raise _unusable(checksum_path(key), f"layer {layer.layer} has {layer.num_experts} experts")
     return tuple(
         replace(layer, checksums=known[layer.layer]) if layer.checksums is None and layer.layer in known else layer
         for layer in layers
@@ -60,14 +72,15 @@ def describe(layers: Sequence[ExpertLayer], verify: str) -> str:
     """What a launch says about checksums."""
     num_with = sum(layer.checksums is not None for layer in layers)
     if num_with == 0:
-        return "checksums: none; `colibri-cluster checksum` makes them, so that damage on the disk is noticed"
+        same = " with the same --expert-bits" if any(layer.targets for layer in layers) else ""
+        return f"checksums: none; `colibri-cluster checksum`{same} makes them, so that damage on the disk is noticed"
     when = {"first": "when they are first read", "always": "at each read", "off": "never, as asked"}[verify]
     return f"checksums: experts of {num_with} of {len(layers)} layers are checked {when}"
 
 
-def load(fingerprint: str) -> Sums:
-    """The checksums that are kept for a checkpoint, empty if there are none. Raises `CheckpointError` for a damaged file."""
-    path = checksum_path(fingerprint)
+def load(key: str) -> Sums:
+    """The checksums that are kept under a key, empty if there are none. Raises `CheckpointError` for a damaged file."""
+    path = checksum_path(key)
     try:
         with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
             layout = str(file["layout"])
@@ -79,9 +92,9 @@ def load(fingerprint: str) -> Sums:
     return sums if layout == LAYOUT_VERSION else {}
 
 
-def save(fingerprint: str, sums: Sums) -> Path:
-    """Keep the checksums of a checkpoint, in place of earlier ones; returns where."""
-    path, content = checksum_path(fingerprint), io.BytesIO()
+def save(key: str, sums: Sums) -> Path:
+    """Keep checksums under a key, in place of earlier ones; returns where."""
+    path, content = checksum_path(key), io.BytesIO()
     arrays: dict[str, Any] = {f"layer_{layer}": found for layer, found in sums.items()}
     np.savez(content, layout=np.array(LAYOUT_VERSION), **arrays)
     replace_file(path, content.getvalue())
@@ -106,17 +119,17 @@ def check_or_compute(
     Raises `ReadError` that names experts which differ; nothing is kept then.
     """
     started = time.perf_counter()
-    known = with_checksums(layers, fingerprint)
+    known, key = with_checksums(layers, fingerprint), checksum_key(fingerprint, layers)
     sums = compute(files, layers, progress)
-    _refuse_differences(known, sums, fingerprint)
+    _refuse_differences(known, sums, checksum_path(key))
     if any(layer.checksums is None for layer in known):
-        save(fingerprint, {layer.layer: sums[layer.layer] for layer in layers if layer.checksums is None})
+        save(key, {layer.layer: sums[layer.layer] for layer in layers if layer.checksums is None})
     return Report(
         num_experts=sum(layer.num_experts for layer in layers),
         num_known=sum(layer.num_experts for layer in known if layer.checksums is not None),
         bytes_read=sum(layer.num_experts * layer.stored_bytes for layer in layers),
         seconds=time.perf_counter() - started,
-        path=str(checksum_path(fingerprint)),
+        path=str(checksum_path(key)),
     )
 
 
@@ -179,7 +192,7 @@ class _Reporter:
             )
 
 
-def _refuse_differences(known: Sequence[ExpertLayer], sums: Sums, fingerprint: str) -> None:
+def _refuse_differences(known: Sequence[ExpertLayer], sums: Sums, path: Path) -> None:
     different = [
         f"layer {layer.layer}, expert {expert}"
         for layer in known
@@ -190,7 +203,7 @@ def _refuse_differences(known: Sequence[ExpertLayer], sums: Sums, fingerprint: s
         names = "; ".join(different[:8]) + ("; ..." if len(different) > 8 else "")
         raise ReadError(
             f"{len(different)} experts differ from their checksums: {names}; the files are damaged: restore them (if they "
-            f"were changed on purpose, remove {checksum_path(fingerprint)} and compute the checksums again)"
+            f"were changed on purpose, remove {path} and compute the checksums again)"
         )
 
 

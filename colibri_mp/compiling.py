@@ -26,9 +26,12 @@ class Stopping(Exception):
 
 
 def compile_kernels(
-    encodings: frozenset[Encoding], planes: int, progress: Callable[[str], None], should_stop: Callable[[], bool]
-) -> None:
+    encodings: frozenset[Encoding], planes: int, progress: Callable[[str], None], should_stop: Callable[[], bool],
+    quantises: bool = False,
+) -> None:  # fmt: skip
     """Make sure that what the encodings need is in the cache; does nothing if it is, which takes a millisecond.
+
+    `quantises`: experts are quantised while they are read.
 
     Raises:
         MemoryPlanError: there is too little memory to compile.
@@ -38,7 +41,7 @@ def compile_kernels(
     folder = isa.prepare_cache()
     if folder.reason != isa.USER_CACHE:
         progress(f"compiled kernels are kept in {folder.path}: {folder.reason}")
-    if is_warm(encodings, planes):
+    if is_warm(encodings, planes, quantises):
         return
     if (room := tightest_room()).free_bytes < COMPILER_BYTES:
         raise MemoryPlanError(
@@ -47,7 +50,7 @@ def compile_kernels(
         )
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("spawn").Process(
-        target=_compile, args=(encodings, planes, theirs), name="colibri-compiler"
+        target=_compile, args=(encodings, planes, quantises, theirs), name="colibri-compiler"
     )
     kills = KillCounter()
     process.start()
@@ -77,7 +80,7 @@ def _follow(connection: Connection, progress: Callable[[str], None], should_stop
                 return
 
 
-def _compile(encodings: frozenset[Encoding], planes: int, connection: Connection) -> None:
+def _compile(encodings: frozenset[Encoding], planes: int, quantises: bool, connection: Connection) -> None:
     """The process: compile, and say what."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    warm(encodings, lambda text: connection.send_bytes(text.encode()), planes)
+    warm(encodings, lambda text: connection.send_bytes(text.encode()), planes, quantises)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from colibri_mp.errors import ConfigError
+from colibri_mp.formats import ExpertBits
 
 Lookahead = Literal["auto", "off", "measure", "advise", "on"]
 IoMode = Literal["buffered", "direct", "drop"]
@@ -75,6 +76,9 @@ class LaunchConfig:
         choices=("on", "off"),
     )
     prefill_chunk: int = _setting(0, "most rows of a step (0: chosen, and said)", least=0, metavar="TOKENS")
+    queue: int = _setting(
+        128, "requests that may wait until there is KV memory for them; one more is refused", least=1, metavar="N"
+    )
     slots: int = _setting(0, "experts cached per layer, at most (0: what --ram allows)", least=0, metavar="N")
     io: IoMode | Literal["auto"] = _setting(
         "auto",
@@ -104,6 +108,12 @@ class LaunchConfig:
         1.0, "lossy: of a token's experts keep the largest weights until this share of their sum",
         least=0.01, most=1.0, metavar="P",
     )  # fmt: skip
+    expert_bits: ExpertBits = _setting(
+        "stored",
+        "lossy: quantise experts that are stored in bf16, f16 or f32 each time they are read, so that more of them fit in "
+        "memory; mixed: gate and up 4, down 8. `convert --bits` does the same once",
+        choices=("stored", "4", "8", "mixed"),
+    )
     usage: str = _setting(
         "auto",
         "where the uses of experts are kept, which decide what is read at start: the user's cache (auto), nowhere (off), "

@@ -3,24 +3,28 @@
     clients ──ROUTER──▶ control thread ── inbox ──▶ engine thread
             ◀────────── control thread ◀─ outbox ── engine thread
 
-It translates and decides nothing: requests go to the inbox, answers come from the outbox. A client that has gone while
-an answer is due is reported to the inbox as `ClientGone`.
+It translates and decides nothing: requests go to the inbox, answers come from the outbox. A client that has gone is
+reported to the inbox as `ClientGone`. ZeroMQ tells that a connection has ended, but not whose: then every client known
+is sent a `Ping`, which one that has gone cannot be.
 """
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from colibri_mp.constraints import Compiled
 from colibri_mp.errors import ProtocolError
 from colibri_mp.mailbox import Mailbox
-from colibri_mp.messages import Cancel, Generate, GetStatus, Message, Score, Shutdown, Status
+from colibri_mp.messages import Cancel, Generate, GetStatus, Message, Ping, Score, Shutdown, Status
 from colibri_mp.transport import Listener, wait
 
 _log = logging.getLogger(__name__)
 _TICK_S = 1.0
+_PING_AFTER_S = (0.02, 0.5)  # after the end of a connection: for a moment its peer may still seem to be there
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class ClientGone:
     client: bytes
 
 
-Command: TypeAlias = tuple[bytes, Generate | Score | Cancel | Shutdown] | ClientGone
+Command: TypeAlias = tuple[bytes, Generate | Score | Cancel | Shutdown] | ClientGone | Compiled
 
 
 class ControlEndpoint:
@@ -42,6 +46,9 @@ class ControlEndpoint:
         self._status = status
         self._tick = tick
         self._listener = Listener(path, linger_s=1.0)
+        self._departures = self._listener.watch_departures()
+        self._clients: set[bytes] = set()  # all that have been heard and are not known to have gone
+        self._ping_times: list[float] = []
         self._thread = threading.Thread(target=self._run, name="control")
 
     def start(self) -> None:
@@ -63,17 +70,33 @@ class ControlEndpoint:
 
     def _run(self) -> None:
         while True:
-            ready = wait([self._listener, self._outbox.fd], _TICK_S)
+            ready = wait([self._listener, self._departures, self._outbox.fd], self._time_left())
             for item in self._outbox.drain():
                 if item is None:
                     return
                 self._deliver(*item)
+            if self._departures.take():
+                soon, later = (time.monotonic() + after_s for after_s in _PING_AFTER_S)
+                self._ping_times = [min([soon, *self._ping_times]), later]
             if self._listener in ready:
                 self._receive()
+            self._ping()
             self._tick()
 
+    def _time_left(self) -> float:
+        """Until something is to be done though nothing comes."""
+        return min(_TICK_S, max(0.0, self._ping_times[0] - time.monotonic())) if self._ping_times else _TICK_S
+
+    def _ping(self) -> None:
+        """If it is time, find the clients that have gone."""
+        if self._ping_times and time.monotonic() >= self._ping_times[0]:
+            del self._ping_times[0]
+            for client in list(self._clients):
+                self._deliver(client, Ping())
+
     def _deliver(self, client: bytes, message: Message) -> None:
-        if not self._listener.send(client, message):
+        if not self._listener.send(client, message) and client in self._clients:
+            self._clients.remove(client)
             self.inbox.put(ClientGone(client))
 
     def _receive(self) -> None:
@@ -82,6 +105,7 @@ class ControlEndpoint:
                 _log.warning("dropped a message: %s", received)
                 continue
             client, message = received
+            self._clients.add(client)
             match message:
                 case GetStatus(request_id=request_id, reads_memory=reads_memory):
                     self._deliver(client, Status(request_id, self._status(reads_memory)))

@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import psutil
+from numpy.typing import NDArray
 
 from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.checkpoint.hub import resolve
@@ -45,7 +46,7 @@ from colibri_mp.kernels.rope import rope_tables
 from colibri_mp.kernels.router import RouterStage
 from colibri_mp.kernels.team import ThreadTeam
 from colibri_mp.limits import tightest_room
-from colibri_mp.lossy import lossy_options, with_lossy_routing
+from colibri_mp.lossy import lossy_options, with_lossy_options
 from colibri_mp.messages import Floats, Ints, PoolEvent, StepCounters
 from colibri_mp.models import load_model
 from colibri_mp.models.structure import ModelSpec
@@ -54,7 +55,7 @@ from colibri_mp.plan_terms import max_logit_rows
 from colibri_mp.planner import Plan, plan_now, split_slabs
 from colibri_mp.resident import ResidentLayer, load_resident
 from colibri_mp.rundir import ClusterInfo, RunDir
-from colibri_mp.scheduler import Rows
+from colibri_mp.scheduler import Look, Rows
 from colibri_mp.shm.layout import LayerSlots, pool_bytes
 from colibri_mp.shm.segment import Segment, segment_name
 from colibri_mp.shm.view import PoolView
@@ -128,10 +129,10 @@ class Coordinator:
         """Build everything; `stack` takes it back. Raises a `ColibriError` that says what is in the way."""
         checkpoint = Checkpoint.open(resolve(config.model, progress))
         published = load_model(checkpoint)
-        model, lossy = with_lossy_routing(published, config), lossy_options(published, config)
+        model, lossy = with_lossy_options(published, config), lossy_options(published, config)
         plan = plan_now(checkpoint, model, config)
         usage = open_usage(model, config.usage, checkpoint.fingerprint)
-        compile_kernels(encodings_of(model), config.planes, progress, should_stop)
+        compile_kernels(encodings_of(model), config.planes, progress, should_stop, model.quantises_experts)
         experts = with_checksums(model.expert_layers, checkpoint.fingerprint)
         copies = choose_copies(checkpoint, experts, config, expert_memory(experts, plan), progress)
         workers = worker_configs(checkpoint, model, experts, plan, config, copies)
@@ -169,7 +170,7 @@ class Coordinator:
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def forward(self, rows: list[Rows]) -> Floats:
+    def forward(self, rows: list[Rows], look: Look) -> Floats:
         """Compute one step; see the module docstring and `engine.Model.forward`.
 
         Raises:
@@ -189,6 +190,11 @@ class Coordinator:
         for layer_idx, layer in enumerate(weights.layers):
             if self._should_stop():
                 raise Stopping
+            if (left := look()) is not None:
+                if not left:
+                    return np.empty((0, self.vocab_size), np.float32)
+                x, rows, batch = x[rows_in(left, rows)], left, make_batch(left)
+                self.tiers.set_rows(rows)
             clock.start_layer(layer_idx)
             self._advance(x, layer, layer_idx, batch)
         if len(self._uncounted) > _MOST_UNCOUNTED:
@@ -369,8 +375,8 @@ def worker_configs(
 
 def encodings_of(model: ModelSpec) -> frozenset[Encoding]:
     """Every encoding that a matrix of the model has."""
-    experts = (encoding for layer in model.expert_layers for encoding in (layer.gate, layer.up, layer.down))
-    return frozenset({matrix.encoding for matrix in model.resident_matrices()} | set(experts))
+    experts = (layer.encodings for layer in model.expert_layers)
+    return frozenset({matrix.encoding for matrix in model.resident_matrices()}).union(*experts)
 
 
 def make_batch(rows: list[Rows]) -> Batch:
@@ -381,6 +387,12 @@ def make_batch(rows: list[Rows]) -> Batch:
     for idx, part in enumerate(rows):
         block_table[idx, : len(part.sequence.blocks)] = part.sequence.blocks
     return Batch(positions, sequence_idx, block_table)
+
+
+def rows_in(left: list[Rows], rows: list[Rows]) -> NDArray[np.bool_]:
+    """Which rows of a step [T] belong to the parts that are `left`, a part of `rows` in the same order."""
+    wanted = {id(part) for part in left}
+    return np.repeat([id(part) in wanted for part in rows], [part.count for part in rows])
 
 
 def count_rows(rows: list[Rows]) -> tuple[int, int]:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from colibri_mp.errors import ColibriError, RequestError
+from colibri_mp.constraints import TokenMask
+from colibri_mp.errors import ColibriError, Overloaded, RequestError
 from colibri_mp.logprobs import check_num_top, prompt_logprobs, token_logprob
 from colibri_mp.messages import (
     Conversation,
@@ -27,7 +28,7 @@ from colibri_mp.messages import (
     Scores,
 )
 from colibri_mp.sampling import Sampler, resolve
-from colibri_mp.scheduler import Rows, Scheduler, Sequence
+from colibri_mp.scheduler import Look, Rows, Scheduler, Sequence
 from colibri_mp.stopping import StopStrings
 from colibri_mp.tokenizer import StreamDecoder, Tokenizer
 
@@ -41,8 +42,8 @@ class Model(Protocol):
     vocab_size: int
     max_logit_rows: int
 
-    def forward(self, rows: list[Rows]) -> Floats:
-        """Logits float32 [R, V] of the last `num_logits` rows of each part, in order."""
+    def forward(self, rows: list[Rows], look: Look) -> Floats:
+        """Logits float32 [R, V] of the last `num_logits` rows of each part that is left at the end, in order."""
 
     def cache_counters(self) -> dict[str, float]:
         """Monotonic totals: hits, misses, bytes_read, disk_s."""
@@ -62,7 +63,9 @@ class Generation:
     num_prompt: int
     max_tokens: int
     counters_before: dict[str, float]
+    mask: TokenMask | None = None
     started: float = field(default_factory=time.perf_counter)
+    queue_s: float | None = None  # until it was admitted
     first_token_s: float | None = None
 
     @property
@@ -86,33 +89,45 @@ class Engine:
 
     def __init__(
         self, model: Model, scheduler: Scheduler, tokenizer: Tokenizer | None, defaults: dict[str, Any],
-        eos_ids: frozenset[int], emit: Emit,
+        eos_ids: frozenset[int], emit: Emit, max_waiting: int | None = None,
     ) -> None:  # fmt: skip
+        """`max_waiting`: requests that may wait to be admitted; one more is refused. None: no limit."""
         self.model = model
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.defaults = defaults
         self.eos_ids = eos_ids
+        self.max_waiting = max_waiting
+        self.num_refused = 0
         self._emit = emit
+        self._waiting: set[Generation | Scoring] = set()  # those not admitted yet, or not noted as such
         self._requests: dict[tuple[bytes, int], Generation | Scoring] = {}
         self._owners: dict[int, Generation | Scoring] = {}  # by id() of the sequence
-        self.num_steps = 0
-        self.num_tokens = 0
+        self._rows: list[Rows] = []  # of the step under way, as far as they are wanted
+        self._has_dropped = False  # since the last look at these
+        self.num_steps = self.num_tokens = 0
+        self.num_dropped_rows = 0  # taken out of steps between two layers
 
     # -- requests in ---------------------------------------------------------------------------------------------------
 
-    def submit(self, client: bytes, request: Generate | Score) -> None:
-        """Begin a request; a bad one is answered with `Failed` at once."""
+    def submit(self, client: bytes, request: Generate | Score, mask: TokenMask | None = None) -> None:
+        """Begin a request; a bad one is answered with `Failed` at once. `mask`: its constraint, compiled."""
         try:
             if (client, request.request_id) in self._requests:
                 raise RequestError(f"request {request.request_id} of this client is still running; use another id")
-            job = self._generation(client, request) if isinstance(request, Generate) else self._scoring(client, request)
+            self._check_queue()
+            job: Generation | Scoring
+            if isinstance(request, Generate):
+                job = self._generation(client, request, mask)
+            else:
+                job = self._scoring(client, request)
             for sequence in _sequences(job):
                 self.scheduler.allocator.check(sequence.projected_tokens)
         except ColibriError as error:
             self._emit(client, Failed(request.request_id, error.kind, str(error)))
             return
         self._requests[client, request.request_id] = job
+        self._waiting.add(job)
         for sequence in _sequences(job):
             self._owners[id(sequence)] = job
             self.scheduler.add(sequence)
@@ -138,6 +153,24 @@ class Engine:
             self._fail(job, error)
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that are not admitted yet, as of the last step or submission."""
+        return len(self._waiting)
+
+    @property
+    def waits_for(self) -> str:
+        """Why requests wait, in words; "" if none does."""
+        scheduler, allocator = self.scheduler, self.scheduler.allocator
+        if not self._waiting:
+            return ""
+        if not scheduler.admits:
+            return "memory, which is short: requests are admitted when the system has enough again"
+        return (
+            f"KV memory: {allocator.num_free} of {allocator.num_blocks} blocks of {allocator.block_tokens} tokens are free, "
+            f"{len(scheduler.running)} sequences run"
+        )
+
+    @property
     def is_idle(self) -> bool:
         """Whether there is nothing to compute."""
         return not self._requests
@@ -154,23 +187,29 @@ class Engine:
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
+    def step(self, listen: Callable[[], None] = lambda: None) -> None:
         """Advance every scheduled request by one step.
+
+        `listen` is called between two layers and may call `submit`, `cancel` and `forget_client`: rows that nobody wants any
+        more are not computed further.
 
         Raises:
             WorkerDied: the cluster cannot go on (other errors fail the requests of this step only).
         """
-        rows = self.scheduler.schedule()
-        if not rows:
+        self._rows = self.scheduler.schedule()
+        if self._waiting:
+            self._note_starts()
+        if not self._rows:
             return
         try:
-            logits = self.model.forward(rows)
+            logits = self.model.forward(self._rows, lambda: self._still_wanted(listen))
         except ColibriError as error:
             if error.kind == "worker_died":
                 raise
-            for failed in {id(j): j for j in (self._owners[id(part.sequence)] for part in rows)}.values():
+            for failed in {id(j): j for j in (self._owners[id(part.sequence)] for part in self._rows)}.values():
                 self._fail(failed, error)
             return
+        rows, self._rows = self._rows, []
         self.scheduler.advance(rows)
         self.num_steps += 1
         self.num_tokens += sum(part.count for part in rows)
@@ -181,6 +220,42 @@ class Engine:
             elif isinstance(job, Scoring):
                 self._collect(job, part, part_logits)
 
+    def _check_queue(self) -> None:
+        """Whether one more may wait; those that fit by now are admitted first.
+
+        Raises:
+            Overloaded: as many wait as may.
+        """
+        if self.max_waiting is None or len(self._waiting) < self.max_waiting:
+            return
+        self.scheduler.admit()
+        self._note_starts()
+        if len(self._waiting) >= self.max_waiting:
+            self.num_refused += 1
+            raise Overloaded(
+                f"as many requests wait already as --queue {self.max_waiting} allows ({self.waits_for}); try again in a moment, "
+                "ask for fewer max_tokens, or launch with a larger --ctx or --queue"
+            )
+
+    def _note_starts(self) -> None:
+        """Requests that have been admitted do not wait any more."""
+        for job in [job for job in self._waiting if not any(sequence.is_waiting for sequence in _sequences(job))]:
+            self._waiting.remove(job)
+            if isinstance(job, Generation):
+                job.queue_s = time.perf_counter() - job.started
+
+    def _still_wanted(self, listen: Callable[[], None]) -> list[Rows] | None:
+        """See `Look`."""
+        listen()
+        if not self._has_dropped:
+            return None
+        self._has_dropped = False
+        left = [part for part in self._rows if id(part.sequence) in self._owners]
+        num_dropped = sum(part.count for part in self._rows) - sum(part.count for part in left)
+        self.num_dropped_rows += num_dropped
+        self._rows = left
+        return left if num_dropped else None
+
     def _continue(self, job: Generation, part: Rows, logits: Floats) -> None:
         """Rows of a request have been computed; logits of all of them, of the last, or of none, as it asked for."""
         request = job.request
@@ -190,7 +265,10 @@ class Engine:
                 first = part.start + 1 if part.start else 0
                 self._emit(job.client, PromptLogprobs(request.request_id, first, entries))
         if part.reaches_end:
-            self._next_token(job, logits[-1])
+            try:
+                self._next_token(job, logits[-1])
+            except RequestError as error:
+                self._fail(job, error)
         elif request.progress:
             self._emit(job.client, Progress(request.request_id, part.start + part.count, job.num_prompt))
 
@@ -211,6 +289,8 @@ class Engine:
         self._emit(job.client, Piece(job.request.request_id, [token], text, logprobs))
         if job.stops.found is not None:
             self._finish(job, "stop", job.stops.found)
+        elif job.mask is not None and job.mask.is_finished:
+            self._finish(job, "stop")
         elif job.num_generated >= job.max_tokens:
             self._finish(job, "length")
 
@@ -242,11 +322,13 @@ class Engine:
     def _drop(self, job: Generation | Scoring) -> None:
         for sequence in _sequences(job):
             self._release(sequence)
+        self._waiting.discard(job)
         self._requests.pop((job.client, job.request.request_id), None)
 
     def _release(self, sequence: Sequence) -> None:
         self.scheduler.remove(sequence)
         self._owners.pop(id(sequence), None)
+        self._has_dropped = True
 
     def _stats(self, job: Generation) -> dict[str, Any]:
         total_s = time.perf_counter() - job.started
@@ -259,6 +341,7 @@ class Engine:
             "prompt_tokens": job.num_prompt,
             "cached_tokens": job.sequence.num_taken,
             "completion_tokens": job.num_generated,
+            "queue_s": job.queue_s if job.queue_s is not None else total_s,
             "ttft_s": first_s,
             "prefill_tok_s": (job.num_prompt - job.sequence.num_taken) / first_s if first_s > 0 else 0.0,
             "decode_tok_s": (job.num_generated - 1) / decode_s if decode_s > 0 and job.num_generated > 1 else 0.0,
@@ -268,7 +351,8 @@ class Engine:
 
     # -- making jobs ---------------------------------------------------------------------------------------------------
 
-    def _generation(self, client: bytes, request: Generate) -> Generation:
+    def _generation(self, client: bytes, request: Generate, mask: TokenMask | None) -> Generation:
+        assert (request.constraint is None) == (mask is None)
         prompt_ids = self._prompt_ids(request.prompt)
         wants_prompt = request.prompt_logprobs is not None
         max_tokens = self._max_tokens(len(prompt_ids), request.max_tokens, least=0 if wants_prompt else 1)
@@ -284,11 +368,17 @@ class Engine:
         chunk = min(self.scheduler.max_rows, self.model.max_logit_rows) if wants_prompt else self.scheduler.max_rows
         sequence = Sequence(prompt_ids, len(prompt_ids) + max_tokens, chunk, all_logits=wants_prompt)
         return Generation(
-            client, request, sequence, Sampler(params, prompt_ids),
+            client, request, sequence, Sampler(params, prompt_ids, mask),
             self.tokenizer.stream(after=prompt_ids) if self.tokenizer else None, StopStrings(request.stop),
-            frozenset(request.stop_ids) | (frozenset() if request.ignore_eos else self.eos_ids), len(prompt_ids), max_tokens,
-            self.model.cache_counters(),
+            self._stop_ids(request, mask), len(prompt_ids), max_tokens, self.model.cache_counters(), mask,
         )  # fmt: skip
+
+    def _stop_ids(self, request: Generate, mask: TokenMask | None) -> frozenset[int]:
+        """The tokens that end an answer; a constraint has its own and lets them come only where it is satisfied."""
+        own = frozenset(request.stop_ids)
+        if mask is not None:
+            return own | mask.eos_ids
+        return own if request.ignore_eos else own | self.eos_ids
 
     def _scoring(self, client: bytes, request: Score) -> Scoring:
         if not request.prompts:

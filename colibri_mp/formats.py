@@ -23,6 +23,9 @@ ElementType = Literal["bf16", "f16", "f32"]
 EncodingKind = Literal["bf16", "f16", "f32", "affine", "mxfp4", "nvfp4", "mxfp8"]
 FormatKind = Literal["q4", "q8", "bf16", "f16", "f32"]
 
+ExpertBits = Literal["stored", "4", "8", "mixed"]
+"""What experts are quantised to: "stored" keeps their encodings, "mixed" is 4 in gate and up and 8 in down."""
+
 ELEMENT_BYTES: dict[str, int] = {"bf16": 2, "f16": 2, "f32": 4, "u8": 1}
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 AFFINE_GROUP_SIZES = (32, 64, 128)

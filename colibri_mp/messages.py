@@ -9,7 +9,7 @@ general form takes 0.1 ms where the code has fallen out of the processor's cache
 Two conversations use them:
 
     client  ── Generate, Score, Cancel, GetStatus, Shutdown ──▶ coordinator
-    client  ◀── Progress, PromptLogprobs, Piece, Finished, Scores, Status, Failed ── coordinator
+    client  ◀── Ping, Progress, PromptLogprobs, Piece, Finished, Scores, Status, Failed ── coordinator
     coordinator ── Route, Hint, Keep, Resize, Stop ──▶ worker ── Hello, Routed, PoolReport, Resized, Failed ──▶ coordinator
 
 See docs/protocol.md. Decoded arrays are read-only views into the received frames.
@@ -18,7 +18,7 @@ See docs/protocol.md. Decoded arrays are read-only views into the received frame
 import struct
 import threading
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -76,6 +76,17 @@ class Conversation(msgspec.Struct, frozen=True):
     add_generation_prompt: bool = True
 
 
+class Constraint(msgspec.Struct, frozen=True):
+    """What an answer must be: `text` is a JSON schema, a regular expression that all of it matches, or a grammar.
+
+    A grammar is written in llguidance's dialect of Lark; json_object is any JSON object, without a text. The answer ends where
+    nothing can follow.
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "grammar"]
+    text: str = ""
+
+
 Prompt: TypeAlias = str | list[int] | Conversation
 
 
@@ -100,6 +111,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     progress: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    constraint: Constraint | None = None
 
 
 class Score(msgspec.Struct, frozen=True, tag=True):
@@ -133,6 +145,12 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 # -- coordinator to client --------------------------------------------------------------------------------------------
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Nothing, to be ignored: a client that has gone cannot be sent it (see `control`). Of no request: the id is 0."""
+
+    request_id: int = 0
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -336,7 +354,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 _General: TypeAlias = (
     Generate | Score | Cancel | GetStatus | Shutdown
-    | Progress | PromptLogprobs | Piece | Finished | Scores | Status | Failed
+    | Ping | Progress | PromptLogprobs | Piece | Finished | Scores | Status | Failed
     | Hello | Resize | Resized | Keep | PoolReport | Stop
 )  # fmt: skip
 Message: TypeAlias = _General | Hint | Route | Routed

@@ -19,7 +19,7 @@ from colibri_mp.config import LaunchConfig, format_size, parse_size
 from colibri_mp.errors import ConfigError, MemoryPlanError
 from colibri_mp.kernels.kv_cache import BLOCK_TOKENS
 from colibri_mp.limits import Room, address_space_bytes, tightest_room
-from colibri_mp.lossy import with_lossy_routing
+from colibri_mp.lossy import with_lossy_options
 from colibri_mp.memory import own_bytes, usable_cores
 from colibri_mp.models import load_model
 from colibri_mp.models.structure import ModelSpec
@@ -81,7 +81,7 @@ class Plan:
 def plan_for(config: LaunchConfig, progress: Callable[[str], None]) -> Plan:
     """The plan for a configuration, from the headers of its checkpoint and the memory that there is now."""
     checkpoint = Checkpoint.open(resolve(config.model, progress))
-    return plan_now(checkpoint, with_lossy_routing(load_model(checkpoint), config), config)
+    return plan_now(checkpoint, with_lossy_options(load_model(checkpoint), config), config)
 
 
 def plan_now(checkpoint: Checkpoint, model: ModelSpec, config: LaunchConfig) -> Plan:

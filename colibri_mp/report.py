@@ -73,11 +73,12 @@ def _reads_ahead(tiers: dict[str, Any]) -> str:
 def print_status(stats: dict[str, Any]) -> None:
     """What `status` shows without `--json`."""
     model, cache, memory, requests = stats["model"], stats["cache"], stats["memory"], stats["requests"]
+    for_what = f" for {requests['waiting_for']}" if requests["waiting_for"] else ""
     console = Console(highlight=False)
     console.print(
         f"cluster {stats['name']!r} (pid {stats['pid']}) is {stats['state']}, up {stats['uptime_s']:.0f} s\n"
         f"model    {model['path']} ({model['model_type']}, {model['num_layers']} layers)\n"
-        f"requests {requests['active']} active, {requests['waiting_sequences']} waiting; "
+        f"requests {requests['active']} active, {requests['waiting']} waiting{for_what}; "
         f"{requests['kv_blocks_free']} of {requests['kv_blocks']} KV blocks free\n"
         f"cache    {cache['hit_rate']:.1%} of {cache['hits'] + cache['misses'] + cache['promoted']:.0f} experts from memory, "
         f"{format_size(cache['bytes_read'])} read\n"

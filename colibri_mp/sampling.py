@@ -82,10 +82,13 @@ def resolve(asked: Sampling, defaults: dict[str, Any], random_seed: int) -> Samp
 class Sampler:
     """Draws the tokens of one request; holds its random generator and the tokens that penalties look at."""
 
-    def __init__(self, params: SamplingParams, prompt_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self, params: SamplingParams, prompt_ids: Iterable[int] = (), mask: "Adjustment | None" = None
+    ) -> None:
+        """`mask` says what may be drawn at all, and applies first."""
         self.params = params
         self._random = np.random.Generator(np.random.PCG64(params.seed))
-        self._adjustments = _adjustments(params, prompt_ids)
+        self._adjustments = ([mask] if mask is not None else []) + _adjustments(params, prompt_ids)
         self._is_plain = params.temperature == 0.0 and not self._adjustments
 
     def next_token(self, logits: Floats) -> int:

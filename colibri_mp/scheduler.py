@@ -5,12 +5,14 @@ Pure bookkeeping, no arrays and no processes, so it is tested alone. A `Sequence
 what a short one does not need goes to the longer ones, so that a prompt within its share is computed in the very next step.
 
 Waiting sequences are admitted in order of arrival as soon as KV blocks for their whole projected length are free; what others
-have computed of their tokens they take (`prefix`). One that
-does not fit yet lets later ones that do overtake it, `MOST_OVERTAKEN` at most: then all behind it wait with it.
+have computed of their tokens they take (`prefix`). One that does not fit yet lets later ones that do overtake it,
+`MOST_OVERTAKEN` at most: then all behind it wait with it.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from colibri_mp.kvcache import BlockAllocator
 from colibri_mp.prefix import PrefixSharing
@@ -38,6 +40,11 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list)
     num_published: int = 0
     num_taken: int = 0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it has not been admitted yet."""
+        return not (self.blocks or self.num_computed)
 
     @property
     def num_pending(self) -> int:
@@ -69,6 +76,10 @@ class Rows:
         return self.count if self.sequence.all_logits else int(self.reaches_end)
 
 
+Look: TypeAlias = Callable[[], list[Rows] | None]
+"""Called between two layers of a step: the parts that are still wanted, None if it is all of them."""
+
+
 class Scheduler:
     """Sequences waiting, and running with KV blocks in hand. While `admits` is false those that wait go on waiting.
 
@@ -86,6 +97,7 @@ class Scheduler:
         self.admits = True
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._refused: tuple[int, int] | None = None  # free blocks and waiting sequences when no more could be admitted
 
     @property
     def has_work(self) -> bool:
@@ -100,11 +112,13 @@ class Scheduler:
         """
         self.allocator.check(sequence.projected_tokens)
         self.waiting.append(sequence)
+        self._refused = None
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, wherever it is, and free its blocks."""
-        if sequence in self.waiting:
+        if sequence.is_waiting and sequence in self.waiting:
             self.waiting.remove(sequence)
+            self._refused = None
         if sequence in self.running:
             self.running.remove(sequence)
         self.allocator.release(sequence.blocks)
@@ -146,8 +160,12 @@ class Scheduler:
 
     def admit(self) -> None:
         """Let waiting sequences run, as far as KV blocks and `admits` allow."""
-        if not self.admits:
+        if not self.admits or self._refused == (self.allocator.num_free, len(self.waiting)):
             return
+        self._admit_in_order()
+        self._refused = (self.allocator.num_free, len(self.waiting))
+
+    def _admit_in_order(self) -> None:
         passed: list[Sequence] = []
         for sequence in list(self.waiting):
             if self.prefix.admit(sequence):

@@ -21,19 +21,22 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import msgspec
+
 from colibri_mp import __version__, log, rundir
 from colibri_mp.compiling import Stopping
 from colibri_mp.config import LaunchConfig
+from colibri_mp.constraints import Compiled, Constraints
 from colibri_mp.control import ClientGone, Command, ControlEndpoint
 from colibri_mp.coordinator import Coordinator
 from colibri_mp.engine import Engine
-from colibri_mp.errors import ColibriError, WorkerDied
+from colibri_mp.errors import ColibriError, RequestError, WorkerDied
 from colibri_mp.handshake import Ready, Reporter, StartFailed, read_request
 from colibri_mp.kernels.kv_cache import BLOCK_TOKENS
 from colibri_mp.kvcache import BlockAllocator
 from colibri_mp.limits import rooms
 from colibri_mp.memory import MemoryWatch
-from colibri_mp.messages import Cancel, Generate, Score, Shutdown, Status
+from colibri_mp.messages import Cancel, Constraint, Failed, Generate, Score, Shutdown, Status
 from colibri_mp.monitor import Monitor
 from colibri_mp.plan_terms import CLIENT_BYTES
 from colibri_mp.pressure import Decision, Governor, Reading
@@ -133,11 +136,14 @@ class Service:
             sampling_defaults(checkpoint),
             eos_token_ids(checkpoint, tokenizer),
             self.control.emit,
+            self._config.queue,
         )
         self.monitor = Monitor(self._make_governor(), self._read_pressure, self._relieve)
         self._processes = self.coordinator.processes()
         self._sample_memory()
+        self.constraints = Constraints(tokenizer, self.engine.eos_ids, self.control.inbox.put, self._config.queue)
         self._stack.callback(self.control.close)
+        self._stack.callback(self.constraints.close)
         self._stack.callback(self.monitor.close)
         self.control.start()
         self.monitor.start()
@@ -154,11 +160,10 @@ class Service:
             while not self._stopping.is_set():
                 self._wait_if_idle()
                 self.coordinator.supervisor.exchange()
-                for command in self.control.inbox.drain():
-                    self._obey(command)
+                self._listen()
                 self.coordinator.supervisor.check_alive()
                 num_requests = self.engine.num_requests
-                self.engine.step()
+                self.engine.step(self._look_up)
                 if self.engine.num_requests < num_requests:
                     self.coordinator.tiers.turn_ended()
         except Stopping:
@@ -188,11 +193,19 @@ class Service:
                 "active": self.engine.num_requests,
                 "running_sequences": len(self.engine.scheduler.running),
                 "waiting_sequences": len(self.engine.scheduler.waiting),
+                "waiting": self.engine.num_waiting,
+                "waiting_for": self.engine.waits_for,
+                "queue": self._config.queue,
+                "refused": self.engine.num_refused,
                 "kv_blocks_free": self.engine.scheduler.allocator.num_free,
                 "kv_blocks": self.engine.scheduler.allocator.num_blocks,
             },
             "prefix_cache": self.engine.scheduler.prefix.describe(),
-            "progress": {"steps": self.engine.num_steps, "tokens": self.engine.num_tokens},
+            "progress": {
+                "steps": self.engine.num_steps,
+                "tokens": self.engine.num_tokens,
+                "dropped_rows": self.engine.num_dropped_rows,
+            },
             "cache": {**cache, "hit_rate": cache["hits"] / asked if asked else 0.0},
             "phases": coordinator.clock.describe(),
             "lossy": list(coordinator.lossy),
@@ -224,17 +237,51 @@ class Service:
             self.coordinator.trace.flush()
             wait([self.control.inbox.fd, *self.coordinator.supervisor.sources], _IDLE_TICK_S)
 
+    def _listen(self) -> None:
+        """Obey what has come."""
+        for command in self.control.inbox.drain():
+            self._obey(command)
+
+    def _look_up(self) -> None:
+        """`_listen` between two layers, where it usually is for nothing and must cost nothing."""
+        if self.control.inbox.has_items:
+            self._listen()
+
     def _obey(self, command: Command) -> None:
         match command:
             case ClientGone(client=client):
+                self.constraints.forget_client(client)
                 self.engine.forget_client(client)
             case (client, Cancel(request_id=request_id)):
+                if (waiting := self.constraints.cancel(client, request_id)) is not None:
+                    self.engine.submit(client, msgspec.structs.replace(waiting, constraint=None))  # for its `Finished`
                 self.engine.cancel(client, request_id)
             case (client, Shutdown(request_id=request_id)):
                 self._stopping.set()
                 self.control.emit(client, Status(request_id, self.status()))
+            case (client, Generate(constraint=Constraint()) as request):
+                self._constrain(client, request)
+            case Compiled() as compiled:
+                self._constrained(compiled)
             case (client, Generate() | Score() as request):
                 self.engine.submit(client, request)
+
+    def _constrain(self, client: bytes, request: Generate) -> None:
+        """A request begins when its constraint has been compiled."""
+        try:
+            self.constraints.begin(client, request)
+        except ColibriError as error:
+            self.control.emit(client, Failed(request.request_id, error.kind, str(error)))
+
+    def _constrained(self, compiled: Compiled) -> None:
+        if not self.constraints.take(compiled):
+            return
+        if isinstance(compiled.result, RequestError):
+            self.control.emit(
+                compiled.client, Failed(compiled.request.request_id, compiled.result.kind, str(compiled.result))
+            )
+        else:
+            self.engine.submit(compiled.client, compiled.request, compiled.result)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 

@@ -98,11 +98,15 @@ class Tiers:
         self._step = step
         self._num_reads = 0
         self._num_tokens += len(rows)
+        self.set_rows(rows)
+        if self.lookahead is not None:
+            self.lookahead.start_step()
+
+    def set_rows(self, rows: list[Rows]) -> None:
+        """The rows of the step are these from now on."""
         is_prefill = [part.count > 1 for part in rows]
         counts = [part.count for part in rows]
         self._is_prefill = np.repeat(is_prefill, counts) if any(is_prefill) else None
-        if self.lookahead is not None:
-            self.lookahead.start_step()
 
     def end_step(self, seconds: float, num_rows: int) -> None:
         """The step took so long."""

@@ -4,6 +4,7 @@ The tokenizer is the checkpoint's tokenizer.json, run by `tokenizers`; `transfor
 checkpoint without tokenizer.json can still be run on token ids. See also `stopping` and `chat_template`.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from colibri_mp.checkpoint import Checkpoint
 from colibri_mp.checkpoint.json_file import read_json_object
 from colibri_mp.errors import CheckpointError, RequestError
 from colibri_mp.stopping import StopStrings
+from colibri_mp.tool_calls import MARKERS
 
 if TYPE_CHECKING:
     import tokenizers
@@ -33,6 +35,8 @@ class Tokenizer:
         self._special = {name: text for name in _SPECIAL_TOKENS if (text := _token_text(config.get(name)))}
         self._forced_bos = self.token_id(self._special.get("bos_token", "")) if config.get("add_bos_token") else None
         self._templates = templates
+        added = backend.get_added_tokens_decoder().items()
+        self._hidden = frozenset(i for i, token in added if token.special and token.content not in MARKERS)
 
     @staticmethod
     def load(folder: Path) -> "Tokenizer | None":
@@ -50,6 +54,17 @@ class Tokenizer:
         backend.no_padding()
         config = _optional_json(folder / "special_tokens_map.json") | _optional_json(folder / "tokenizer_config.json")
         return Tokenizer(backend, config, chat_template.find_templates(folder, config))
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids from 0 on, added tokens included; a model may have more rows of logits."""
+        ids: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return max(ids.values()) + 1
+
+    def to_json(self) -> str:
+        """The tokenizer as the text of a tokenizer.json."""
+        text: str = self._backend.to_str()
+        return text
 
     @property
     def has_chat_template(self) -> bool:
@@ -70,6 +85,10 @@ class Tokenizer:
         """How the vocabulary writes a token, which may not be its text; "" for an id without a token."""
         return self._backend.id_to_token(token_id) or ""
 
+    def longest_token(self) -> int:
+        """Characters that the vocabulary writes its longest token with."""
+        return max(len(self.token_text(token_id)) for token_id in range(self._backend.get_vocab_size()))
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`, with what the tokenizer adds to a text of its own (such as a begin token) if asked."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -78,9 +97,14 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        """The text of `ids`. Markers of tool calls and reasoning are kept even if they are special tokens."""
+        kept = [token_id for token_id in ids if token_id not in self._hidden] if skip_special_tokens else list(ids)
+        text: str = self._backend.decode(kept, skip_special_tokens=False)
         return text
+
+    def chat_template(self, with_tools: bool = False) -> str | None:
+        """The text of the chat template that is used; None if the checkpoint has none."""
+        return self._templates.get("tool_use" if with_tools and "tool_use" in self._templates else "default")
 
     def apply_chat_template(
         self,
@@ -92,18 +116,22 @@ class Tokenizer:
     ) -> str:
         """The text of a chat in the checkpoint's own form; `variables` are further ones that its template knows.
 
-        Raises `RequestError` if the checkpoint has no chat template, or the template refuses the messages.
+        Raises `RequestError` if the checkpoint has no chat template, if the template has no use for the tools or for a variable, or
+        if it refuses the messages.
         """
-        name = "tool_use" if tools and "tool_use" in self._templates else "default"
-        if name not in self._templates:
+        template = self.chat_template(bool(tools))
+        if template is None:
             raise RequestError("this checkpoint has no chat template: give a plain prompt (`run`) instead of a chat")
+        given = [*variables, *(["tools"] if tools and "tool_use" not in self._templates else [])]
+        for unused in (name for name in given if not re.search(rf"\b{re.escape(name)}\b", template)):
+            raise RequestError(f"this checkpoint's chat template has no use for {unused!r}: leave it out")
         own = {
             "messages": list(messages),
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        return chat_template.render(self._templates[name], {**self._special, **variables, **own})
+        return chat_template.render(template, {**self._special, **variables, **own})
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """The ids of a chat; the template writes all special tokens itself. Options are `apply_chat_template`'s."""

@@ -46,6 +46,7 @@ class Listener:
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.bind(address(path))
+        self._departures: Departures | None = None
 
     def send(self, peer: bytes, message: Message) -> bool:
         """Queue a message; False if the peer is not connected (any more)."""
@@ -70,11 +71,34 @@ class Listener:
         except ProtocolError as error:
             return error
 
+    def watch_departures(self) -> "Departures":
+        """Have the ends of connections noted from now on."""
+        self._departures = Departures(self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED))
+        return self._departures
+
     def close(self) -> None:
         """Close; what is queued is still sent for `linger_s`. The socket file is removed."""
+        if self._departures is not None:
+            self.socket.disable_monitor()
+            self._departures.socket.close(0)
         self.socket.close()
         self._context.term()
         self._path.unlink(missing_ok=True)
+
+
+class Departures:
+    """Readable when a connection of a `Listener` has ended, however its peer did. Who that was only a `send` can tell."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
+        self.socket = socket
+
+    def take(self) -> bool:
+        """Whether connections have ended since the last call."""
+        has_any = False
+        while self.socket.poll(0):
+            _receive(self.socket)
+            has_any = True
+        return has_any
 
 
 class Link:
@@ -111,7 +135,7 @@ class Link:
         self._context.term()
 
 
-Waitable: TypeAlias = Listener | Link | int
+Waitable: TypeAlias = Listener | Link | Departures | int
 
 
 class Waiter:

@@ -20,8 +20,8 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
-from colibri_mp import Cluster
-from colibri_mp.checkpoint.convert import Options, Report, convert, recoding
+from colibri_mp import Cluster, recoding
+from colibri_mp.checkpoint.convert import Options, Report, convert
 from colibri_mp.checkpoint.hub import resolve
 from colibri_mp.kernels.quantising import STEPS, quantise
 from colibri_mp.tokenizer import Tokenizer

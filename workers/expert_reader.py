@@ -5,7 +5,8 @@
     task 2  read ─ pack ─┘                                                                     still wrong: ReadError
 
 The tasks of an expert may be done by several threads, each with its own scratch buffer; `finish` comes after all of them.
-A packed layer is read in place, or through scratch where that is much faster. With `verify` "first" an expert is checked
+A packed layer is read in place, or through scratch where that is much faster; experts that are to have other bits than
+they are stored with are quantised on the way (`quantised_rows`). With `verify` "first" an expert is checked
 when it is read for the first time in this process, and whenever its file has been written to; with "always", at each
 read; with "off", never. Experts without checksums are taken as they are, and refused if their file has been written to.
 """
@@ -26,6 +27,7 @@ from colibri_mp.errors import ReadError
 from colibri_mp.formats import Encoding
 from colibri_mp.workers.copies import CopyRead, ExpertCopies
 from colibri_mp.workers.expert_files import buffer_bytes
+from colibri_mp.workers.quantised_rows import quantise_rows, quantising_bytes
 from colibri_mp.workers.read_meter import ReadMeter, StreamCounters
 from colibri_mp.workers.read_plan import LayerPlan, MatrixRows, ReadTask
 
@@ -37,8 +39,9 @@ _log = logging.getLogger(__name__)
 
 
 def scratch_bytes(layers: Sequence[ExpertLayer], num_threads: int) -> int:
-    """Scratch memory of `num_threads` I/O threads that read these layers, at most."""
-    return num_threads * buffer_bytes(max(LayerPlan(layer).scratch_bytes for layer in layers))
+    """Memory of `num_threads` I/O threads that read these layers, at most: scratch buffers, and what quantising takes."""
+    buffer = buffer_bytes(max(LayerPlan(layer).scratch_bytes for layer in layers))
+    return num_threads * (buffer + max(map(quantising_bytes, layers)))
 
 
 def checksum(slab: Bytes) -> int:
@@ -75,10 +78,10 @@ class ExpertReader:
             with self.meter.reading(len(task.ranges)) as reading:
                 found = self.copies.read(task.ranges, self._target(task, slab, scratch))
                 reading.nbytes = found.nbytes
+            started = time.perf_counter()
+            self._pack_task(task, slab, scratch)
         except ReadError as exc:
             raise _named(layer, expert, exc) from exc
-        started = time.perf_counter()
-        self._pack_task(task, slab, scratch)
         self.meter.add_pack(time.perf_counter() - started)
         return found
 
@@ -140,7 +143,10 @@ class ExpertReader:
             for piece, offset in zip(matrix.slices, part_offsets, strict=True)
         ]
         out = slab[matrix.slab_offset : matrix.slab_offset + matrix.packed_bytes]
-        self._pack(matrix.encoding, matrix.rows, matrix.cols, parts, out)
+        if matrix.target == matrix.encoding:
+            self._pack(matrix.encoding, matrix.rows, matrix.cols, parts, out)
+        else:
+            quantise_rows(matrix, parts, out)
 
     # ── checksums ───────────────────────────────────────────────────────────────────────────────────────────────
 

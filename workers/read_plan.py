@@ -36,9 +36,13 @@ class Slice(NamedTuple):
 
 
 class MatrixRows(NamedTuple):
-    """Some rows of one projection: its slices in the order of `encoding.parts`, and where they go in the slab."""
+    """Some rows of one projection: its slices in the order of `encoding.parts`, and where they go in the slab.
+
+    `target`: what they are packed as; another encoding than the stored one if they are to be quantised.
+    """
 
     encoding: Encoding
+    target: Encoding
     rows: int
     cols: int
     slices: tuple[Slice, ...]
@@ -102,24 +106,38 @@ class LayerPlan:
         return ReadTask((FileRange(file_idx, offset + start, nbytes, 0),), slab_offset=start)
 
 
+class _Projection(NamedTuple):
+    """A whole projection [rows, cols]; its parts are the pieces from `first_piece` on."""
+
+    encoding: Encoding
+    target: Encoding
+    rows: int
+    cols: int
+    slab_offset: int
+    first_piece: int
+
+
 def _cut(layer: ExpertLayer, shape: ExpertShape) -> list[tuple[MatrixRows, ...]]:
     """The matrices (or row blocks of them) of each task."""
     first = 0
     projections = []
-    for encoding, rows, cols, slab_offset in (
-        (layer.gate, layer.width, layer.hidden, shape.gate_offset),
-        (layer.up, layer.width, layer.hidden, shape.up_offset),
-        (layer.down, layer.hidden, layer.width, shape.down_offset),
+    for encoding, target, rows, cols, slab_offset in zip(
+        (layer.gate, layer.up, layer.down),
+        layer.packed_encodings,
+        (layer.width, layer.width, layer.hidden),
+        (layer.hidden, layer.hidden, layer.width),
+        (shape.gate_offset, shape.up_offset, shape.down_offset),
+        strict=True,
     ):
-        projections.append((encoding, rows, cols, slab_offset, first))
+        projections.append(_Projection(encoding, target, rows, cols, slab_offset, first))
         first += len(encoding.parts)
     if layer.stored_bytes <= TASK_BYTES:
-        return [tuple(_rows(*projection, 0, projection[1]) for projection in projections)]
+        return [tuple(_rows(projection, 0, projection.rows) for projection in projections)]
     return [
-        (_rows(*projection, start, min(num_rows, projection[1] - start)),)
+        (_rows(projection, start, min(num_rows, projection.rows - start)),)
         for projection in projections
-        for num_rows in [_rows_per_task(*projection[:3])]
-        for start in range(0, projection[1], num_rows)
+        for num_rows in [_rows_per_task(projection.encoding, projection.rows, projection.cols)]
+        for start in range(0, projection.rows, num_rows)
     ]
 
 
@@ -129,18 +147,18 @@ def _rows_per_task(encoding: Encoding, rows: int, cols: int) -> int:
     return -(-rows // (num_tasks * ROW_BLOCK)) * ROW_BLOCK
 
 
-def _rows(
-    encoding: Encoding, rows: int, cols: int, slab_offset: int, first_piece: int, start: int, num_rows: int
-) -> MatrixRows:
-    """Rows `start ... start + num_rows` of a projection whose parts are the pieces from `first_piece` on."""
+def _rows(whole: _Projection, start: int, num_rows: int) -> MatrixRows:
+    """Rows `start ... start + num_rows` of a projection."""
+    encoding, target, rows, cols, slab_offset, first_piece = whole
     one_row = [nbytes // rows for nbytes in encoding.part_bytes(rows, cols)]
     return MatrixRows(
         encoding,
+        target,
         num_rows,
         cols,
         tuple(Slice(first_piece + i, start * nbytes, num_rows * nbytes) for i, nbytes in enumerate(one_row)),
-        slab_offset + packed_bytes(encoding.format, start, cols),
-        packed_bytes(encoding.format, num_rows, cols),
+        slab_offset + packed_bytes(target.format, start, cols),
+        packed_bytes(target.format, num_rows, cols),
     )
 
 

@@ -15,13 +15,13 @@ This module knows the files: whether they belong together and are aligned. Wheth
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
 from colibri_mp.checkpoint.safetensors_header import Header, TensorInfo
 from colibri_mp.errors import CheckpointError
-from colibri_mp.formats import Encoding
+from colibri_mp.formats import Encoding, ExpertBits
 
 if TYPE_CHECKING:
     from colibri_mp.kernels.layout import ExpertShape
@@ -37,8 +37,6 @@ UNFINISHED_NAME = "conversion.json"
 """A folder that has this and no config.json is a conversion that was interrupted."""
 _CURE = "convert the original checkpoint again"
 
-Bits = Literal["stored", "4", "8", "mixed"]
-
 
 class Marker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What config.json says of the container. `source`: fingerprint of the checkpoint that it was made from."""
@@ -46,7 +44,7 @@ class Marker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
     layout: str
     source: str
-    bits: Bits
+    bits: ExpertBits
     group_size: int
     layers: tuple[int, ...]
 

@@ -35,6 +35,7 @@ class ExpertLayer:
     `piece_names` [P] is (projection, part) in the order gate, up, down and within each `encoding.parts`. Picklable,
     holds no file: a worker opens the files itself. `is_packed`: the file holds the slab as the kernels read it; the one
     piece is the whole slab, `shape.slab_bytes` long. `checksums` [E]: xxh3-64 of the packed slab, padding zeroed.
+    `targets`: what gate, up and down become when they are read, if that is not what is stored.
     """
 
     layer: int
@@ -50,6 +51,7 @@ class ExpertLayer:
     offset: npt.NDArray[np.int64]  # [E, P]
     is_packed: bool = False
     checksums: npt.NDArray[np.uint64] | None = None
+    targets: tuple[Encoding, Encoding, Encoding] | None = None
 
     @property
     def stored_bytes(self) -> int:
@@ -62,7 +64,17 @@ class ExpertLayer:
         # Here, since reading a checkpoint needs no kernels.
         from colibri_mp.kernels.layout import ExpertShape
 
-        return ExpertShape(self.hidden, self.width, self.gate.format, self.up.format, self.down.format)
+        return ExpertShape(self.hidden, self.width, *(encoding.format for encoding in self.packed_encodings))
+
+    @property
+    def packed_encodings(self) -> tuple[Encoding, Encoding, Encoding]:
+        """Of gate, up and down, as they are packed into slabs."""
+        return self.targets or (self.gate, self.up, self.down)
+
+    @property
+    def encodings(self) -> frozenset[Encoding]:
+        """Every encoding that the layer's matrices have, on disk and in slabs."""
+        return frozenset({self.gate, self.up, self.down, *self.packed_encodings})
 
 
 @dataclass(frozen=True, slots=True)

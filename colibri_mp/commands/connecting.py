@@ -3,7 +3,7 @@
 import argparse
 import subprocess
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from colibri_mp.commands.arguments import launch_settings
 from colibri_mp.commands.terminal import ProgressLine, say
@@ -13,31 +13,40 @@ from colibri_mp.errors import ConfigError
 if TYPE_CHECKING:
     from colibri_mp.client import Cluster
 
+Opener: TypeAlias = "Callable[[Callable[[str], None], Callable[[subprocess.Popen[bytes]], None]], Cluster]"
+"""Launches or attaches, given `progress` and `started` as of `Cluster.launch`; may be called in another thread."""
+
 
 def open_cluster(args: argparse.Namespace) -> "Cluster":
     """The running cluster that is named (or 'default'), or an own one if there is none or launch flags were given."""
-    opener = cluster_opener(args)
+    return connect(launch_settings(args))
+
+
+def connect(settings: dict[str, Any], is_own: bool = False) -> "Cluster":
+    """The same for settings of `LaunchConfig`; `is_own`: never a running one."""
+    opener = _opener(settings, is_own)
     with ProgressLine() as progress:
         return opener(progress.show, lambda _process: None)
 
 
-def cluster_opener(
-    args: argparse.Namespace,
-) -> "Callable[[Callable[[str], None], Callable[[subprocess.Popen[bytes]], None]], Cluster]":
-    """What `open_cluster` does, to be done later and in another thread: a function of `progress` and `started` (`Cluster.launch`).
+def cluster_opener(args: argparse.Namespace) -> Opener:
+    """What `open_cluster` does, to be done later.
 
     Raises:
         ConfigError: a setting that is wrong, or no cluster of that name.
     """
+    return _opener(launch_settings(args), is_own=False)
+
+
+def _opener(settings: dict[str, Any], is_own: bool) -> Opener:
     from colibri_mp import rundir
     from colibri_mp.client import Cluster
 
-    settings = launch_settings(args)
     name = settings.get("name", "default")
-    if settings.keys() <= {"name"} and rundir.find(name) is not None:
+    if not is_own and settings.keys() <= {"name"} and rundir.find(name) is not None:
         say(f"using the running cluster {name!r}")
         return lambda _progress, _started: Cluster.attach(name)
-    if settings.keys() == {"name"}:
+    if not is_own and settings.keys() == {"name"}:
         raise ConfigError(f"no cluster named {name!r} is running; start it with `colibri-cluster launch --name {name}`")
     LaunchConfig(**settings)
     return lambda progress, started: Cluster.launch(**settings, progress=progress, started=started)

@@ -4,11 +4,12 @@ import argparse
 import json
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from colibri_mp.commands.arguments import Verbs, add_verb
 from colibri_mp.commands.terminal import ProgressLine, raise_interrupt, say
 from colibri_mp.config import LaunchConfig, format_size
+from colibri_mp.formats import Encoding, ExpertBits
 
 
 def checksum(args: argparse.Namespace) -> int:
@@ -17,13 +18,14 @@ def checksum(args: argparse.Namespace) -> int:
     from colibri_mp.checkpoint.source import Checkpoint
     from colibri_mp.checksums import check_or_compute
     from colibri_mp.compiling import compile_kernels
+    from colibri_mp.lossy import with_lossy_options
     from colibri_mp.models import load_model
 
     with ProgressLine() as progress:
         checkpoint = Checkpoint.open(resolve(args.model, progress.show))
-        model = load_model(checkpoint)
-        encodings = frozenset(e for layer in model.expert_layers for e in (layer.gate, layer.up, layer.down))
-        compile_kernels(encodings, LaunchConfig.planes, progress.show, lambda: False)
+        model = with_lossy_options(load_model(checkpoint), LaunchConfig(expert_bits=args.expert_bits))
+        encodings = frozenset[Encoding]().union(*(layer.encodings for layer in model.expert_layers))
+        compile_kernels(encodings, LaunchConfig.planes, progress.show, lambda: False, model.quantises_experts)
         report = check_or_compute(checkpoint.files, model.expert_layers, checkpoint.fingerprint, progress.show)
     if args.json:
         print(json.dumps(report._asdict()))
@@ -63,6 +65,12 @@ def register(verbs: Verbs) -> None:
     """Add the verbs of this file."""
     parser = add_verb(verbs, "checksum", checksum, as_json=True)
     parser.add_argument("model", metavar="MODEL", help="model folder, or Hugging Face id (org/name)")
+    parser.add_argument(
+        "--expert-bits",
+        choices=get_args(ExpertBits),
+        default="stored",
+        help="what launches quantise experts to while they read them (default: stored)",
+    )
     _add_convert(verbs)
 
 

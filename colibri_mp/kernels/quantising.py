@@ -34,6 +34,8 @@ from colibri_mp.kernels.vectors import (
 
 STEPS = (np.array([[-0.04, 0.04, 0.08, 0.14]]) / [[1], [3], [9]]).astype(np.float32)
 """How far an end of the range moves inwards in each of three rounds, as shares of the group's range."""
+SEARCH_VERSION = "search1"
+"""Names what the search finds: to change a code or a scale that it chooses is to change this."""
 LEAST_SCALE = np.float32(1e-36)
 """Groups whose values differ by less are taken as constant: the inverse of their scale would overflow."""
 

@@ -16,14 +16,16 @@ from colibri_mp.kernels import isa
 Step = tuple[str, Callable[[], None]]
 
 
-def warm(encodings: Iterable[Encoding], progress: Callable[[str], None], planes: int = 3) -> list[str]:
+def warm(
+    encodings: Iterable[Encoding], progress: Callable[[str], None], planes: int = 3, quantises: bool = False
+) -> list[str]:
     """Compile all stages, and the kernels for the encodings that a model's matrices have; returns the names of what was compiled.
 
-    progress: told before each compilation, e.g. "compiling kernels for avx512_vnni, once: expert FFN". Safe in several
-    processes at once. Later calls return [] within a millisecond.
+    `quantises`: the search for scales too. progress: told before each compilation, e.g. "compiling kernels for
+    avx512_vnni, once: expert FFN". Safe in several processes at once. Later calls return [] within a millisecond.
     """
     compiled = []
-    for name, compile_step in _missing(encodings, planes):
+    for name, compile_step in _missing(encodings, planes, quantises):
         progress(f"compiling kernels for {isa.current().value}, once: {name}")
         compile_step()
         with _noted().open("a") as file:
@@ -32,14 +34,17 @@ def warm(encodings: Iterable[Encoding], progress: Callable[[str], None], planes:
     return compiled
 
 
-def is_warm(encodings: Iterable[Encoding], planes: int = 3) -> bool:
+def is_warm(encodings: Iterable[Encoding], planes: int = 3, quantises: bool = False) -> bool:
     """Whether `warm` would find everything compiled."""
-    return not _missing(encodings, planes)
+    return not _missing(encodings, planes, quantises)
 
 
-def _missing(encodings: Iterable[Encoding], planes: int) -> list[Step]:
+def _missing(encodings: Iterable[Encoding], planes: int, quantises: bool) -> list[Step]:
     before = set(_noted().read_text().splitlines()) if _noted().exists() else set()
-    return [step for step in _steps(sorted(set(encodings), key=str), planes) if step[0] not in before]
+    steps = [*_steps(sorted(set(encodings), key=str), planes)]
+    if quantises:
+        steps.append(("quantising", _warm_quantising))
+    return [step for step in steps if step[0] not in before]
 
 
 def _noted() -> Path:
@@ -80,6 +85,14 @@ def _warm_encoding(encoding: Encoding) -> None:
     packed = aligned_bytes(layout.packed_bytes(encoding.format, rows, cols))
     layout.pack(encoding, rows, cols, parts, packed)
     layout.gather_rows(layout.PackedMatrix(encoding.format, rows, cols, packed), np.zeros(1, np.int32))
+
+
+def _warm_quantising() -> None:
+    import numpy as np
+
+    from colibri_mp.kernels.quantising import quantise
+
+    quantise(np.zeros((1, 32), np.float32), 4, 32)
 
 
 def _warm_format(matrix_format: Format, planes: int) -> None:

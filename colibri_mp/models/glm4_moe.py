@@ -1,8 +1,8 @@
 """GLM-4.5, GLM-4.6. Reference: transformers/models/glm4_moe/modeling_glm4_moe.py.
 
 Grouped-query attention; `attention_bias` gives biases to q, k and v, not to o; RMS norm over each head of q and k if `use_qk_norm`; the
-first half of a head turns (`partial_rotary_factor`). Router: sigmoid, corrected for the choice only, times `routed_scaling_factor`. Beside the
-routed experts there is a shared one of width `n_shared_experts` * `moe_intermediate_size`, always with weight 1. The first
+first half of a head turns (`partial_rotary_factor`). Router: sigmoid, corrected for the choice only, times `routed_scaling_factor`. Beside
+the routed experts there is a shared one of width `n_shared_experts` * `moe_intermediate_size`, always with weight 1. The first
 `first_k_dense_replace` layers are dense. The layers after the last (`num_nextn_predict_layers`) predict further tokens: they are left out.
 """
 

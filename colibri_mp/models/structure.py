@@ -148,6 +148,11 @@ class ModelSpec:
         """The routed experts of each mixture-of-experts layer, in order of the layers."""
         return tuple(layer.mlp.experts for layer in self.layers if isinstance(layer.mlp, MoeSpec))
 
+    @property
+    def quantises_experts(self) -> bool:
+        """Whether experts are quantised while they are read."""
+        return any(layer.targets is not None for layer in self.expert_layers)
+
     def resident_matrices(self) -> Iterator[StoredMatrix]:
         """Every matrix but the routed experts, once each: what the coordinator keeps in memory."""
         yield self.embed

@@ -10,11 +10,12 @@ from typing import Any
 
 import msgspec
 
-from colibri_mp.messages import Finished, Piece, Progress
+from colibri_mp.messages import Finished, Piece
 from colibri_mp.server import sse
-from colibri_mp.server.deltas import Delta, Reader
 from colibri_mp.server.turns import Turn
 from colibri_mp.server.view import Model
+from colibri_mp.tool_calls import ContentDelta, OutputParser, ReasoningDelta, ToolCallArguments, ToolCallStart, joined
+from colibri_mp.tool_calls import Event as Said
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
@@ -22,10 +23,11 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 class MessageForm:
     """The answer to POST /v1/messages."""
 
-    def __init__(self, turn: Turn, model: Model, reader: Reader) -> None:
+    def __init__(self, turn: Turn, model: Model, parser: OutputParser, num_prompt: int) -> None:
         self._turn = turn
         self._model = model
-        self._reader = reader
+        self._parser = parser
+        self._num_prompt = num_prompt
         self._blocks: list[dict[str, Any]] = []
         self._arguments = ""  # of the open tool_use block
 
@@ -45,7 +47,7 @@ class MessageForm:
         async for _, event in self._turn.events():
             if not has_started:
                 has_started = True
-                yield _event("message_start", message=self._message(None, _num_prompt(event)))
+                yield _event("message_start", message=self._message(None))
             if isinstance(event, Piece | Finished):
                 for part in self._take(event):
                     yield part
@@ -56,46 +58,39 @@ class MessageForm:
 
     def _take(self, event: Piece | Finished) -> list[bytes]:
         """Events for new text; keeps the blocks."""
-        deltas = self._reader.push(event.text)
+        said = self._parser.push(event.text)
         if isinstance(event, Finished):
-            deltas += self._reader.finish()
-        parts = [part for delta in deltas for part in self._add(delta)]
+            said += self._parser.finish()
+        parts = [part for each in joined(said) for part in self._add(each)]
         return [*parts, *self._close()] if isinstance(event, Finished) else parts
 
-    def _add(self, delta: Delta) -> list[bytes]:
-        kind = "tool_use" if delta.call else "thinking" if delta.reasoning else "text"
-        is_new = not self._blocks or self._blocks[-1]["type"] != kind or bool(delta.call and delta.call.name)
-        parts = [*self._close(), self._open(kind, delta)] if is_new else []
-        block, idx = self._blocks[-1], len(self._blocks) - 1
-        if delta.call is not None:
-            self._arguments += delta.call.arguments
-            if not delta.call.arguments:
-                return parts
-            change = {"type": "input_json_delta", "partial_json": delta.call.arguments}
-        elif delta.reasoning:
-            block["thinking"] += delta.reasoning
-            change = {"type": "thinking_delta", "thinking": delta.reasoning}
-        else:
-            block["text"] += delta.text
-            change = {"type": "text_delta", "text": delta.text}
-        return [*parts, _event("content_block_delta", index=idx, delta=change)]
+    def _add(self, said: Said) -> list[bytes]:
+        """Events for a part of the answer, which goes into the open block or a new one."""
+        match said:
+            case ToolCallStart():
+                return self._open({"type": "tool_use", "id": said.id, "name": said.name, "input": {}})
+            case ToolCallArguments(text=text):
+                self._arguments += text
+                return [self._changed({"type": "input_json_delta", "partial_json": text})]
+            case ReasoningDelta(text=text):
+                parts = self._open_unless("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+                self._blocks[-1]["thinking"] += text
+                return [*parts, self._changed({"type": "thinking_delta", "thinking": text})]
+            case ContentDelta(text=text):
+                parts = self._open_unless("text", {"type": "text", "text": ""})
+                self._blocks[-1]["text"] += text
+                return [*parts, self._changed({"type": "text_delta", "text": text})]
 
-    def _open(self, kind: str, delta: Delta) -> bytes:
-        match kind:
-            case "tool_use":
-                assert delta.call is not None
-                idx = sum(block["type"] == "tool_use" for block in self._blocks)
-                block: dict[str, Any] = {
-                    "id": f"toolu_{self._turn.id[4:]}{idx:02d}",
-                    "name": delta.call.name,
-                    "input": {},
-                }
-            case "thinking":
-                block = {"thinking": "", "signature": ""}
-            case _:
-                block = {"text": ""}
-        self._blocks.append({"type": kind, **block})
-        return _event("content_block_start", index=len(self._blocks) - 1, content_block=self._blocks[-1])
+    def _changed(self, change: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", index=len(self._blocks) - 1, delta=change)
+
+    def _open_unless(self, kind: str, block: dict[str, Any]) -> list[bytes]:
+        return [] if self._blocks and self._blocks[-1]["type"] == kind else self._open(block)
+
+    def _open(self, block: dict[str, Any]) -> list[bytes]:
+        closing = self._close()
+        self._blocks.append(block)
+        return [*closing, _event("content_block_start", index=len(self._blocks) - 1, content_block=block)]
 
     def _close(self) -> list[bytes]:
         """End the open block, if there is one."""
@@ -106,7 +101,7 @@ class MessageForm:
             self._arguments = ""
         return [_event("content_block_stop", index=len(self._blocks) - 1)]
 
-    def _message(self, end: Finished | None, num_prompt: int = 0) -> dict[str, Any]:
+    def _message(self, end: Finished | None) -> dict[str, Any]:
         why = {"stop_reason": None, "stop_sequence": None} if end is None else self._why(end)
         return {
             "id": self._turn.id,
@@ -115,7 +110,7 @@ class MessageForm:
             "model": self._model.name,
             "content": self._blocks,
             **why,
-            "usage": _usage({"prompt_tokens": num_prompt, "completion_tokens": 0} if end is None else end.stats),
+            "usage": _usage({"prompt_tokens": self._num_prompt, "completion_tokens": 0} if end is None else end.stats),
         }
 
     def _why(self, end: Finished) -> dict[str, Any]:
@@ -128,16 +123,6 @@ class MessageForm:
 
 def _event(name: str, **fields: Any) -> bytes:
     return sse.named(name, {"type": name, **fields})
-
-
-def _num_prompt(event: object) -> int:
-    match event:
-        case Progress(num_prompt=num_prompt):
-            return num_prompt
-        case Finished(stats=stats):
-            return int(stats["prompt_tokens"])
-        case _:
-            return 0
 
 
 def _usage(stats: dict[str, Any]) -> dict[str, Any]:

@@ -14,16 +14,14 @@ from colibri_mp.server.anthropic_schema import (
     ToolUseBlock,
 )
 from colibri_mp.server.errors import HttpError, unsupported
-from colibri_mp.server.turns import Question
 
 _PASSED_ON = ("temperature", "top_p", "top_k")
 
 
-def messages_question(body: MessagesRequest) -> Question:
-    """The question of a message."""
+def message_options(body: MessagesRequest) -> dict[str, Any]:
+    """The options of a message."""
     options = {name: value for name in _PASSED_ON if (value := getattr(body, name)) is not None}
-    options |= {"max_tokens": body.max_tokens, "stop": tuple(body.stop_sequences or ()), "progress": True}
-    return Question(conversation_of(body), options)
+    return options | {"max_tokens": body.max_tokens, "stop": tuple(body.stop_sequences or ()), "progress": True}
 
 
 def conversation_of(body: CountTokensRequest) -> Conversation:
@@ -31,10 +29,16 @@ def conversation_of(body: CountTokensRequest) -> Conversation:
     messages = [{"role": "system", "content": _joined(body.system)}] if body.system else []
     for idx, message in enumerate(body.messages):
         messages += _turn(message, f"messages.{idx}")
-    if body.tools and not (body.tool_choice and body.tool_choice.type == "none"):
-        raise unsupported("tools", "calls of tools are not supported")
+    if body.tool_choice and body.tool_choice.type not in ("auto", "none"):
+        raise unsupported("tool_choice", "only auto and none: calls are not forced")
     uses_tools = body.tools and not (body.tool_choice and body.tool_choice.type == "none")
-    options = {} if body.thinking is None else {"enable_thinking": body.thinking.type == "enabled"}
+    if body.messages[-1].role == "assistant":
+        raise HttpError(
+            400, "messages: the last one must be the user's; continuing an answer is not supported", param="messages"
+        )
+    options = {}
+    if body.thinking is not None and body.thinking.type != "adaptive":
+        options["enable_thinking"] = body.thinking.type == "enabled"
     return Conversation(messages, tools=_tools(body.tools or []) if uses_tools else None, template_options=options)
 
 

@@ -62,13 +62,15 @@ class MessageParam(Struct):
 
 
 class AnthropicTool(Struct):
-    """A tool of the client's."""
+    """A tool of the client's; the fields below `cache_control` are accepted."""
 
     name: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_-]+$")]
     input_schema: dict[str, Any]
     description: str | None = None
     type: Literal["custom"] | None = None
     cache_control: CacheControl | None = None
+    strict: bool | None = None
+    eager_input_streaming: bool | None = None
 
 
 class ToolChoice(Struct):
@@ -80,15 +82,31 @@ class ToolChoice(Struct):
 
 
 class Thinking(Struct):
-    """Whether the model reasons first; the template's variable enable_thinking. The budget is not enforced, so it is refused."""
+    """Whether the model reasons first: the template's variable enable_thinking; "adaptive" leaves it to the template.
 
-    type: Literal["enabled", "disabled"]
+    A budget would not be kept, so it is refused.
+    """
+
+    type: Literal["enabled", "disabled", "adaptive"]
 
 
 class Metadata(Struct):
     """Accepted."""
 
     user_id: str | None = None
+
+
+class JsonFormat(Struct):
+    """JSON that keeps to a schema."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(Struct):
+    """The form of the answer."""
+
+    format: JsonFormat | None = None
 
 
 class CountTokensRequest(Struct, kw_only=True):
@@ -100,6 +118,9 @@ class CountTokensRequest(Struct, kw_only=True):
     tools: Annotated[list[AnthropicTool], Meta(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    # accepted
+    cache_control: CacheControl | None = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):

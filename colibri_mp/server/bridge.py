@@ -206,7 +206,9 @@ class Bridge:
         about = status["model"]
         path = Path(about["path"])
         names = (model_name(path), *self._names)
-        model = Model(names, about["fingerprint"], about["ctx_tokens"], Tokenizer.load(path), int(time.time()))
+        tokenizer = Tokenizer.load(path)
+        longest = tokenizer.longest_token() if tokenizer else 0
+        model = Model(names, about["fingerprint"], about["ctx_tokens"], tokenizer, longest, int(time.time()))
         now = time.monotonic()
         self.view = View("serving", "serving", now, now, status, model)
         self._loop.call_soon_threadsafe(self._ready, model.name)

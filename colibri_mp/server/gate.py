@@ -68,6 +68,10 @@ class Gate:
             self._count(scope["path"], scope["state"].get("outcome") or exchange.outcome)
 
     def _admit(self, path: str, headers: Headers) -> None:
+        if "content-length" in headers and "transfer-encoding" in headers:  # two readers may see two requests
+            raise HttpError(
+                400, "content-length and transfer-encoding exclude each other", headers={"connection": "close"}
+            )
         host = _host_name(headers.getlist("host"))
         if not self._is_allowed(host):
             raise HttpError(

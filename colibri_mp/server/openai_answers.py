@@ -8,11 +8,13 @@ from typing import Any
 
 from colibri_mp.messages import Finished, Piece, Progress, PromptLogprobs, TokenLogprob
 from colibri_mp.server import sse
-from colibri_mp.server.deltas import Delta, Reader, ToolCalls
+from colibri_mp.server.deltas import ToolCalls
 from colibri_mp.server.openai_schema import StreamOptions
+from colibri_mp.server.prompts import TextPrompt
 from colibri_mp.server.token_texts import TokenTexts
 from colibri_mp.server.turns import Turn
 from colibri_mp.server.view import Model
+from colibri_mp.tool_calls import ContentDelta, Event, OutputParser, ReasoningDelta, joined
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -123,7 +125,7 @@ def usage(stats: dict[int, dict[str, Any]], num_each: int) -> dict[str, Any]:
 
 @dataclass
 class _ChatChoice:
-    reader: Reader
+    parser: OutputParser
     content: str = ""
     reasoning: str = ""
     calls: ToolCalls = field(default_factory=ToolCalls)
@@ -132,16 +134,21 @@ class _ChatChoice:
 
 
 class ChatForm(Form):
-    """`chat.completion`. `readers` take each choice's text apart."""
+    """`chat.completion`. `parsers` take each choice's text apart."""
 
     name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
     def __init__(
-        self, turn: Turn, model: Model, stream_options: StreamOptions | None, readers: list[Reader], has_logprobs: bool
+        self,
+        turn: Turn,
+        model: Model,
+        stream_options: StreamOptions | None,
+        parsers: list[OutputParser],
+        has_logprobs: bool,
     ) -> None:
-        super().__init__(turn, model, len(readers), stream_options)
-        self._choices = [_ChatChoice(reader) for reader in readers]
+        super().__init__(turn, model, len(parsers), stream_options)
+        self._choices = [_ChatChoice(parser) for parser in parsers]
         self._has_logprobs = has_logprobs
 
     def _first_chunks(self) -> list[dict[str, Any]]:
@@ -152,33 +159,22 @@ class ChatForm(Form):
         state = self._choices[choice]
         entries = [self._entry(token) for token in piece.logprobs]
         state.logprobs += entries
-        return self._chunks(choice, state.reader.push(piece.text), entries)
+        return self._chunks(choice, state.parser.push(piece.text), entries)
 
     def _add_prompt(self, choice: int, part: PromptLogprobs) -> None:
         """Chats do not ask for any."""
 
     def _end(self, choice: int, end: Finished) -> list[dict[str, Any]]:
         state = self._choices[choice]
-        chunks = self._chunks(choice, [*state.reader.push(end.text), *state.reader.finish()], [])
+        chunks = self._chunks(choice, [*state.parser.push(end.text), *state.parser.finish()], [])
         state.finish_reason = "tool_calls" if state.calls.found and end.finish_reason == "stop" else end.finish_reason
         return [*chunks, self._choice(choice, {}, None, state.finish_reason)]
 
-    def _chunks(self, choice: int, deltas: list[Delta], entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """A chunk for each delta; logprobs go with the first, or with an empty one."""
-        state, chunks = self._choices[choice], []
-        for delta in deltas or ([Delta()] if entries else []):
-            state.content += delta.text
-            state.reasoning += delta.reasoning
-            body: dict[str, Any] = {}
-            if delta.text or delta == Delta():
-                body["content"] = delta.text
-            if delta.reasoning:
-                body["reasoning_content"] = delta.reasoning
-            if delta.call is not None:
-                body["tool_calls"] = [state.calls.add(delta.call)]
-            chunks.append(self._choice(choice, body, entries, None))
-            entries = []
-        return chunks
+    def _chunks(self, choice: int, said: list[Event], entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """A chunk for each event; logprobs go with the first, or with an empty one."""
+        state = self._choices[choice]
+        bodies = [_delta(state, event) for event in joined(said)] or ([{"content": ""}] if entries else [])
+        return [self._choice(choice, body, None if idx else entries, None) for idx, body in enumerate(bodies)]
 
     def _choice(
         self, idx: int, delta: dict[str, Any], entries: list[dict[str, Any]] | None, reason: str | None
@@ -212,6 +208,19 @@ class ChatForm(Form):
         return {"token": text, "logprob": logprob, "bytes": list(raw)}
 
 
+def _delta(state: _ChatChoice, event: Event) -> dict[str, Any]:
+    """An event as a chunk has it; it is kept for the whole answer."""
+    match event:
+        case ContentDelta(text=text):
+            state.content += text
+            return {"content": text}
+        case ReasoningDelta(text=text):
+            state.reasoning += text
+            return {"reasoning_content": text}
+        case _:
+            return {"tool_calls": [state.calls.add(event)]}
+
+
 # -- completions -----------------------------------------------------------------------------------------------------------
 
 
@@ -231,8 +240,7 @@ class _Listed:
 
 @dataclass
 class _TextChoice:
-    echoed: str
-    first_token: int | None
+    prompt: TextPrompt  # what is echoed
     text: str = ""
     offset: int = 0
     listed: _Listed = field(default_factory=_Listed)
@@ -240,31 +248,22 @@ class _TextChoice:
     finish_reason: str | None = None
 
 
-@dataclass(frozen=True)
-class Echo:
-    """A prompt that goes before its answers: its text, and its first token, which has no logprob."""
-
-    text: str
-    first_token: int | None
-
-
 class CompletionForm(Form):
-    """`text_completion`. `echoes`: one for each prompt, or None."""
+    """`text_completion`. `echoed`: the prompts, if they go before their answers."""
 
     name = chunk_name = "text_completion"
 
     def __init__(
         self, turn: Turn, model: Model, num_each: int, stream_options: StreamOptions | None,
-        echoes: list[Echo] | None, has_logprobs: bool,
+        echoed: list[TextPrompt] | None, has_logprobs: bool,
     ) -> None:  # fmt: skip
         super().__init__(turn, model, num_each, stream_options)
-        nothing = Echo("", None)
-        given = [echoes[idx // num_each] if echoes else nothing for idx in range(self._num_choices)]
-        self._choices = [_TextChoice(echo.text, echo.first_token, text=echo.text) for echo in given]
+        prompts = [echoed[idx // num_each] if echoed else TextPrompt([], "") for idx in range(self._num_choices)]
+        self._choices = [_TextChoice(prompt, text=prompt.text) for prompt in prompts]
         self._has_logprobs = has_logprobs
 
     def _first_chunks(self) -> list[dict[str, Any]]:
-        return [self._choice(idx, c.echoed, None) for idx, c in enumerate(self._choices) if c.echoed]
+        return [self._choice(idx, c.prompt.text, None) for idx, c in enumerate(self._choices) if c.prompt.text]
 
     def _add(self, choice: int, piece: Piece) -> list[dict[str, Any]]:
         state = self._choices[choice]
@@ -286,8 +285,7 @@ class CompletionForm(Form):
         return [self._choice(choice, end.text, end.finish_reason)]
 
     def _list(self, state: _TextChoice, token: TokenLogprob | None) -> None:
-        token_id = state.first_token if token is None else token.token_id
-        text = "" if token_id is None else self._texts.text(token_id)
+        text = self._texts.text(state.prompt.ids[0] if token is None else token.token_id)
         top = None if token is None else {self._texts.text(each): logprob for each, logprob in token.top}
         for listed in (state.listed, state.unsent):
             listed.tokens.append(text)

@@ -63,8 +63,8 @@ def choices(questions: list[Question], body: GenerationRequest) -> list[Question
     return found
 
 
-def chat_question(body: ChatRequest, default_tokens: int) -> Question:
-    """The question of a chat, for its first choice."""
+def chat_options(body: ChatRequest, default_tokens: int) -> dict[str, Any]:
+    """The options of a chat; `default_tokens`: of an answer, where the request does not say."""
     max_tokens = body.max_completion_tokens or body.max_tokens or default_tokens
     options = options_of(body, max_tokens)
     if body.top_logprobs is not None and not body.logprobs:
@@ -77,14 +77,18 @@ def chat_question(body: ChatRequest, default_tokens: int) -> Question:
                 400, "response_format: not together with guided_regex or guided_grammar", param="response_format"
             )
         options["constraint"] = constraint
-    if body.tools and body.tool_choice != "none":
-        raise unsupported("tools", "calls of tools are not supported")
-    conversation = Conversation(
+    return options
+
+
+def chat_conversation(body: ChatRequest) -> Conversation:
+    """The conversation of a chat."""
+    if body.tool_choice is not None and body.tool_choice not in ("none", "auto"):
+        raise unsupported("tool_choice", "only auto and none: calls are not forced")
+    return Conversation(
         [_message(message, f"messages[{idx}]") for idx, message in enumerate(body.messages)],
-        tools=None if body.tools is None or body.tool_choice == "none" else tools_of(body.tools),
-        template_options=body.chat_template_kwargs or {},
+        tools=tools_of(body.tools) if body.tools and body.tool_choice != "none" else None,
+        template_options=_template_options(body),
     )
-    return Question(conversation, options)
 
 
 def completion_prompts(body: CompletionRequest) -> list[str | list[int]]:
@@ -167,6 +171,15 @@ def _tool_call(call: ToolCall, where: str) -> dict[str, Any]:
 
 def _constraint(field: str, kind: str, _text: str) -> Any:
     raise unsupported(field, f"constrained decoding ({kind}) is not supported")
+
+
+def _template_options(body: ChatRequest) -> dict[str, Any]:
+    options = body.chat_template_kwargs or {}
+    if own := sorted({"messages", "tools", "add_generation_prompt", "documents"} & options.keys()):
+        raise HttpError(
+            400, f"chat_template_kwargs: {own[0]} is not for the client to set", param="chat_template_kwargs"
+        )
+    return options
 
 
 def _response_format(body: ChatRequest) -> Any:

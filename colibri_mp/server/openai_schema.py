@@ -215,6 +215,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     # accepted
     parallel_tool_calls: bool | None = None
     metadata: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None

@@ -8,20 +8,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from colibri_mp.messages import Conversation
 from colibri_mp.server import anthropic_questions, openai_questions
 from colibri_mp.server.anthropic_answers import MessageForm
 from colibri_mp.server.anthropic_schema import CountTokensRequest, MessagesRequest
 from colibri_mp.server.bodies import read_body
-from colibri_mp.server.deltas import PlainReader, Reader
 from colibri_mp.server.errors import HttpError, json_response
 from colibri_mp.server.hub import Hub
-from colibri_mp.server.openai_answers import ChatForm, CompletionForm, Echo
+from colibri_mp.server.openai_answers import ChatForm, CompletionForm
 from colibri_mp.server.openai_schema import ChatRequest, CompletionRequest
 from colibri_mp.server.openapi import document
+from colibri_mp.server.prompts import chat_prompt, text_prompts
 from colibri_mp.server.turns import Question
 from colibri_mp.server.view import Model
-from colibri_mp.tokenizer import Tokenizer
 
 _STATUS_TIMEOUT_S = 5.0
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -41,10 +39,11 @@ async def chat_completions(request: Request) -> Response:
     hub = hub_of(request)
     body = await read_body(request, ChatRequest)
     model = hub.model(body.model)
-    question = openai_questions.chat_question(body, hub.config.max_tokens)
-    turn = hub.turn(request, "chatcmpl-", openai_questions.choices([question], body))
-    readers: list[Reader] = [PlainReader() for _ in turn.questions]
-    form = ChatForm(turn, model, body.stream_options, readers, bool(body.logprobs))
+    options = openai_questions.chat_options(body, hub.config.max_tokens)
+    prompt = await chat_prompt(model, openai_questions.chat_conversation(body))
+    turn = hub.turn(request, "chatcmpl-", openai_questions.choices([Question(prompt.ids, options)], body))
+    parsers = [prompt.parser() for _ in turn.questions]
+    form = ChatForm(turn, model, body.stream_options, parsers, bool(body.logprobs))
     return await hub.answer(request, turn, form, bool(body.stream))
 
 
@@ -54,13 +53,10 @@ async def completions(request: Request) -> Response:
     body = await read_body(request, CompletionRequest)
     model = hub.model(body.model)
     options = openai_questions.completion_options(body)
-    prompts = openai_questions.completion_prompts(body)
-    echoes = None
-    if body.echo:
-        tokenizer = _tokenizer(model, "echo")
-        prompts, echoes = await asyncio.to_thread(_echoed, tokenizer, prompts)
-    turn = hub.turn(request, "cmpl-", openai_questions.choices([Question(p, options) for p in prompts], body))
-    form = CompletionForm(turn, model, body.n or 1, body.stream_options, echoes, body.logprobs is not None)
+    prompts = await text_prompts(model, openai_questions.completion_prompts(body), bool(body.echo))
+    turn = hub.turn(request, "cmpl-", openai_questions.choices([Question(p.ids, options) for p in prompts], body))
+    echoed = prompts if body.echo else None
+    form = CompletionForm(turn, model, body.n or 1, body.stream_options, echoed, body.logprobs is not None)
     return await hub.answer(request, turn, form, bool(body.stream))
 
 
@@ -94,16 +90,19 @@ async def messages(request: Request) -> Response:
     hub = hub_of(request)
     body = await read_body(request, MessagesRequest)
     model = hub.model(body.model)
-    turn = hub.turn(request, "msg_", [anthropic_questions.messages_question(body)])
-    return await hub.answer(request, turn, MessageForm(turn, model, PlainReader()), bool(body.stream))
+    options = anthropic_questions.message_options(body)
+    prompt = await chat_prompt(model, anthropic_questions.conversation_of(body))
+    turn = hub.turn(request, "msg_", [Question(prompt.ids, options)])
+    form = MessageForm(turn, model, prompt.parser("toolu_"), len(prompt.ids))
+    return await hub.answer(request, turn, form, bool(body.stream))
 
 
 async def count_tokens(request: Request) -> Response:
     """POST /v1/messages/count_tokens."""
     body = await read_body(request, CountTokensRequest)
-    tokenizer = _tokenizer(hub_of(request).model(body.model), "counting tokens")
-    conversation = anthropic_questions.conversation_of(body)
-    return json_response({"input_tokens": await asyncio.to_thread(_count, tokenizer, conversation)})
+    model = hub_of(request).model(body.model)
+    prompt = await chat_prompt(model, anthropic_questions.conversation_of(body))
+    return json_response({"input_tokens": len(prompt.ids)})
 
 
 # -- of this server --------------------------------------------------------------------------------------------------------
@@ -163,23 +162,6 @@ ROUTES = [
     Route("/metrics", metrics, methods=["GET"]),
     Route("/openapi.json", openapi, methods=["GET"]),
 ]
-
-
-def _tokenizer(model: Model, what: str) -> Tokenizer:
-    if model.tokenizer is None:
-        raise HttpError(400, f"{what} needs a tokenizer, and this checkpoint has none", code="unsupported")
-    return model.tokenizer
-
-
-def _count(tokenizer: Tokenizer, conversation: Conversation) -> int:
-    return len(tokenizer.encode_chat(conversation.messages, tools=conversation.tools, **conversation.template_options))
-
-
-def _echoed(tokenizer: Tokenizer, prompts: list[str | list[int]]) -> tuple[list[str | list[int]], list[Echo]]:
-    """The prompts as ids, and what stands before their answers: a text as it was given, ids as the tokenizer reads them."""
-    ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-    texts = [p if isinstance(p, str) else tokenizer.decode(p, skip_special_tokens=False) for p in prompts]
-    return list(ids), [Echo(text, each[0] if each else None) for text, each in zip(texts, ids, strict=True)]
 
 
 def _model(model: Model, name: str) -> dict[str, Any]:

@@ -12,12 +12,16 @@ State: TypeAlias = Literal["loading", "serving", "broken", "stopping"]
 
 @dataclass(frozen=True)
 class Model:
-    """The model that is served; `names` are what clients may call it, the first is its own, "*" takes any."""
+    """The model that is served; `names` are what clients may call it, the first is its own, "*" takes any.
+
+    `longest_token`: characters that its vocabulary writes the longest token with.
+    """
 
     names: tuple[str, ...]
     fingerprint: str
     ctx_tokens: int
     tokenizer: Tokenizer | None
+    longest_token: int
     created: int
 
     @property

@@ -67,7 +67,7 @@ def _checkpoint(header: TraceHeader, model: str) -> Checkpoint:
 def _planned(header: TraceHeader, checkpoint: Checkpoint, ram_bytes: int) -> Size:
     # Here, since the planner asks the kernels for their sizes, and importing these takes half a second.
     from colibri_mp.limits import Room
-    from colibri_mp.lossy import with_lossy_routing
+    from colibri_mp.lossy import with_lossy_options
     from colibri_mp.models import load_model
     from colibri_mp.plan_terms import table_bytes
     from colibri_mp.planner import make_plan
@@ -75,7 +75,7 @@ def _planned(header: TraceHeader, checkpoint: Checkpoint, ram_bytes: int) -> Siz
     try:
         settings = {**header.settings, "ram": ram_bytes, "slots": 0, "trace": ""}
         config = from_keywords(LaunchConfig, settings)
-        model = with_lossy_routing(load_model(checkpoint), config)
+        model = with_lossy_options(load_model(checkpoint), config)
         plan = make_plan(model, config, Room("a machine", ram_bytes, ram_bytes), table_bytes(checkpoint))
     except MemoryPlanError as error:
         return Size(format_size(ram_bytes), (), ram_bytes, str(error).splitlines()[0].rstrip(":"))

@@ -25,14 +25,15 @@ from colibri_mp.checkpoint import Checkpoint
 from colibri_mp.checkpoint.container import LayerHeader
 from colibri_mp.checkpoint.convert import Options, conversion, files, slabs
 from colibri_mp.checkpoint.convert.files import Entry, header_block, header_room
-from colibri_mp.checkpoint.convert.recoding import choose
 from colibri_mp.checkpoint.hub import resolve
 from colibri_mp.checkpoint.safetensors_header import read_header
 from colibri_mp.errors import CheckpointError, ColibriError, ConfigError, ReadError, WriteError
 from colibri_mp.formats import Encoding
 from colibri_mp.kernels import reference
+from colibri_mp.kernels.layout import pack
 from colibri_mp.kernels.quantising import quantise
 from colibri_mp.models import load_model
+from colibri_mp.recoding import choose
 
 BF16, Q3, Q4, Q6, Q8 = (
     Encoding("bf16"), *(Encoding("affine", bits, 64, "bf16") for bits in (3, 4, 6, 8)),
@@ -135,7 +136,7 @@ def pack_parts(header: LayerHeader, parts: list[np.ndarray]) -> np.ndarray:
     slab = np.zeros(header.slab_bytes, np.uint8)
     for i, (encoding, piece) in enumerate(zip(header.encodings, header.pieces, strict=True)):
         out = slab[piece.offset : piece.offset + piece.nbytes]
-        slabs.pack(encoding, piece.rows, piece.cols, parts[3 * i : 3 * i + 3], out)
+        pack(encoding, piece.rows, piece.cols, parts[3 * i : 3 * i + 3], out)
     return slab
 
 

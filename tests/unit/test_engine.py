@@ -2,6 +2,7 @@
 
 import itertools
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,11 @@ from colibri_mp.messages import (
     Score,
     Scores,
 )
-from colibri_mp.scheduler import Rows, Scheduler
+from colibri_mp.scheduler import Look, Rows, Scheduler
 
 VOCAB = 50
 EOS = 49
+NUM_LAYERS = 4
 
 
 class Counting:
@@ -38,12 +40,17 @@ class Counting:
 
     def __init__(self) -> None:
         self.steps: list[list[int]] = []
+        self.num_layers_of_rows = 0
         self.error: Exception | None = None
 
-    def forward(self, rows: list[Rows]) -> Floats:
+    def forward(self, rows: list[Rows], look: Look) -> Floats:
         if self.error is not None:
             raise self.error
         self.steps.append([part.count for part in rows])
+        for _ in range(NUM_LAYERS):
+            if (left := look()) is not None:
+                rows = left
+            self.num_layers_of_rows += sum(part.count for part in rows)
         picked = [t for part in rows for t in part.token_ids[len(part.token_ids) - part.num_logits :]]
         logits = np.zeros((len(picked), VOCAB), np.float32)
         logits[np.arange(len(picked)), [(t + 1) % VOCAB for t in picked]] = 1.0
@@ -56,12 +63,18 @@ class Counting:
 class Bench:
     """An engine, its model and what it has emitted for each client."""
 
-    def __init__(self, num_blocks: int = 40, max_rows: int = 8) -> None:
+    def __init__(self, num_blocks: int = 40, max_rows: int = 8, max_waiting: int | None = None) -> None:
         self.model = Counting()
         self.sent: defaultdict[bytes, list[Message]] = defaultdict(list)
         scheduler = Scheduler(BlockAllocator(num_blocks, 4), max_rows)
         self.engine = Engine(
-            self.model, scheduler, None, {}, frozenset({EOS}), lambda client, m: self.sent[client].append(m)
+            self.model,
+            scheduler,
+            None,
+            {},
+            frozenset({EOS}),
+            lambda client, m: self.sent[client].append(m),
+            max_waiting,
         )
 
     def run(self) -> None:
@@ -332,3 +345,100 @@ def test_a_dead_worker_ends_the_engine() -> None:
     answer = bench.last()
     assert isinstance(answer, Failed)
     assert answer.kind == "worker_died"
+
+
+class At:
+    """A `listen` that acts once, at its n-th call."""
+
+    def __init__(self, call: int, action: Callable[[], None]) -> None:
+        self._left, self._action = call, action
+
+    def __call__(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._action()
+
+
+@pytest.mark.parametrize("how", ["cancel", "vanish"])
+def test_a_request_is_dropped_between_two_layers(how: str) -> None:
+    """Rows that nobody wants any more are not computed further, blocks come back at once, and the others get their tokens."""
+    bench = Bench()
+    bench.engine.submit(b"a", ask([1, 2, 3, 4]))
+    bench.engine.submit(b"b", ask([20, 21]))
+    engine = bench.engine
+    gone = At(3, lambda: engine.cancel(b"a", 1) if how == "cancel" else engine.forget_client(b"a"))
+    engine.step(gone)
+    assert bench.model.num_layers_of_rows == 2 * 6 + 2 * 2
+    assert engine.scheduler.allocator.num_free == 40 - 2
+    assert [type(message) for message in bench.sent[b"a"]] == ([Finished] if how == "cancel" else [])
+    bench.run()
+    assert bench.tokens(b"b") == [22, 23, 24, 25, 26]
+
+
+def test_a_step_that_nobody_wants_is_abandoned() -> None:
+    """With the last request gone between two layers there is nothing left of the step, and the next request is served."""
+    bench = Bench()
+    bench.engine.submit(b"a", Score(1, [[1, 2], [3]]))
+    bench.engine.step(At(2, lambda: bench.engine.cancel(b"a", 1)))
+    assert (bench.model.num_layers_of_rows, bench.engine.num_tokens) == (3, 0)
+    assert bench.engine.is_idle
+    bench.engine.submit(b"b", ask([20]))
+    bench.run()
+    assert len(bench.tokens(b"b")) == 5
+
+
+def test_a_request_that_comes_between_two_layers_is_in_the_next_step() -> None:
+    """It does not disturb the step under way, not even with the id of a request that ends there."""
+    bench = Bench()
+    bench.engine.submit(b"a", ask([1, 2]))
+
+    def replace() -> None:
+        bench.engine.cancel(b"a", 1)
+        bench.engine.submit(b"a", ask([30, 31, 32]))
+
+    bench.engine.step(At(2, replace))
+    bench.run()
+    assert bench.model.steps[:2] == [[2], [3]]
+    assert bench.tokens() == [33, 34, 35, 36, 37]
+
+
+def test_a_full_queue_refuses_with_the_numbers() -> None:
+    """Beyond the limit a request fails as overloaded, and says what is in the way; those that wait are served."""
+    bench = Bench(num_blocks=4, max_waiting=1)
+    bench.engine.submit(b"a", ask([1], max_tokens=12))
+    bench.engine.submit(b"b", ask([11], max_tokens=12))  # the first fits: only this one waits
+    bench.engine.submit(b"c", ask([21], max_tokens=12))
+    refusal = bench.last(b"c")
+    assert isinstance(refusal, Failed)
+    assert refusal.kind == "overloaded"
+    assert "--queue 1 allows" in refusal.message
+    assert "0 of 4 blocks of 4 tokens are free" in refusal.message
+    assert (bench.engine.num_waiting, bench.engine.num_refused) == (1, 1)
+    bench.run()
+    assert (len(bench.tokens(b"a")), len(bench.tokens(b"b")), bench.engine.waits_for) == (12, 12, "")
+
+
+def test_waiting_for_memory_is_said() -> None:
+    """While admission is closed the reason says so; the time in the queue is part of the statistics."""
+    bench = Bench()
+    bench.engine.scheduler.admits = False
+    bench.engine.submit(b"a", ask([1]))
+    assert "memory, which is short" in bench.engine.waits_for
+    bench.engine.scheduler.admits = True
+    bench.run()
+    end = bench.last()
+    assert isinstance(end, Finished)
+    assert 0 < end.stats["queue_s"] <= end.stats["ttft_s"]
+    assert bench.engine.num_waiting == 0
+
+
+def test_cancel_while_waiting() -> None:
+    """A request that is cancelled in the queue leaves it."""
+    bench = Bench(num_blocks=4)
+    bench.engine.submit(b"a", ask([1], max_tokens=12))
+    bench.engine.submit(b"b", ask([11], max_tokens=12))
+    bench.engine.step()
+    assert bench.engine.num_waiting == 1
+    bench.engine.cancel(b"b", 1)
+    assert (bench.engine.num_waiting, finish_reason(bench.last(b"b"))) == (0, "cancelled")
+    bench.run()

@@ -9,7 +9,7 @@ from colibri_mp.checkpoint.source import Checkpoint
 from colibri_mp.config import LaunchConfig, flag_of
 from colibri_mp.errors import ConfigError
 from colibri_mp.limits import Room
-from colibri_mp.lossy import lossy_options, with_lossy_routing
+from colibri_mp.lossy import lossy_options, with_lossy_options
 from colibri_mp.models import load_model
 from colibri_mp.models.structure import DenseSpec
 from colibri_mp.planner import make_plan
@@ -21,14 +21,14 @@ MODEL = load_model(Checkpoint.open(TINY / "qwen3_moe_mixed"))  # dense layers am
 
 def test_nothing_asked_changes_nothing() -> None:
     """The defaults give an equal model and no options."""
-    assert with_lossy_routing(MODEL, LaunchConfig()) == MODEL
+    assert with_lossy_options(MODEL, LaunchConfig()) == MODEL
     assert lossy_options(MODEL, LaunchConfig()) == ()
     assert lossy_options(MODEL, LaunchConfig(expert_top_k=2)) == ()  # the model's own
 
 
 def test_every_router_is_changed() -> None:
     """All layers with experts get the options, dense ones stay, and a tied head stays tied."""
-    model = with_lossy_routing(MODEL, LaunchConfig(expert_top_k=1, expert_top_p=0.6))
+    model = with_lossy_options(MODEL, LaunchConfig(expert_top_k=1, expert_top_p=0.6))
     assert any(isinstance(layer.mlp, DenseSpec) for layer in model.layers)
     routers = {layer.mlp.router for layer in model.layers if not isinstance(layer.mlp, DenseSpec)}
     assert routers == {RouterSpec(MODEL.router.num_experts, 1, MODEL.router.norm_topk_prob, 0.6)}
@@ -49,13 +49,14 @@ def test_help_says_lossy() -> None:
         "--expert-top-k",
         "--expert-top-p",
         "--planes",
+        "--expert-bits",
     }
 
 
 def test_fewer_experts_need_fewer_slots() -> None:
     """The plan's floor follows k: one slot a layer is enough for one expert a token."""
     config = LaunchConfig(expert_top_k=1, slots=1, num_threads=1, num_workers=1, ctx=128)
-    plan = make_plan(with_lossy_routing(MODEL, config), config, Room("a machine", 10**9, 10**9))
+    plan = make_plan(with_lossy_options(MODEL, config), config, Room("a machine", 10**9, 10**9))
     assert set(plan.workers[0].num_slots) == {1}
 
 
@@ -71,4 +72,4 @@ def test_fewer_experts_need_fewer_slots() -> None:
 def test_impossible_values(settings: dict[str, float], message: str) -> None:
     """Refused with the limit."""
     with pytest.raises(ConfigError, match=message):
-        with_lossy_routing(MODEL, LaunchConfig(**settings))  # type: ignore[arg-type]
+        with_lossy_options(MODEL, LaunchConfig(**settings))  # type: ignore[arg-type]

@@ -26,7 +26,6 @@ from colibri_mp.checkpoint.convert.files import (
     write_whole,
 )
 from colibri_mp.checkpoint.convert.plan import LayerJob, Options, Plan, ResidentJob, make_plan
-from colibri_mp.checkpoint.convert.recoding import add
 from colibri_mp.checkpoint.convert.slabs import SlabMaker
 from colibri_mp.checkpoint.convert.unfinished import claimed, release
 from colibri_mp.checkpoint.experts import PROJECTIONS
@@ -34,6 +33,7 @@ from colibri_mp.checkpoint.source import Checkpoint
 from colibri_mp.errors import CheckpointError, ReadError, WriteError
 from colibri_mp.memory import usable_cores
 from colibri_mp.models import load_model
+from colibri_mp.recoding import add
 
 COPIED = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",

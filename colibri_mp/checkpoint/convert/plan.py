@@ -11,7 +11,6 @@ from colibri_mp.checkpoint.container import (
     CONTAINER_VERSION,
     METADATA_KEY,
     RESIDENT_NAME,
-    Bits,
     LayerHeader,
     Marker,
     ResidentHeader,
@@ -21,37 +20,31 @@ from colibri_mp.checkpoint.container import (
     slabs_name,
 )
 from colibri_mp.checkpoint.convert.files import Entry, header_block, header_room
-from colibri_mp.checkpoint.convert.recoding import Recoding, choose
 from colibri_mp.checkpoint.experts import PROJECTIONS, ExpertLayer
 from colibri_mp.checkpoint.safetensors_header import TensorInfo
 from colibri_mp.checkpoint.source import Checkpoint
 from colibri_mp.errors import CheckpointError, ConfigError
-from colibri_mp.formats import Encoding
+from colibri_mp.formats import Encoding, ExpertBits
 from colibri_mp.kernels.layout import LAYOUT_VERSION, Bytes, ExpertShape
 from colibri_mp.models import load_model
-
-GROUP_SIZES = (32, 64)
-DEFAULT_GROUP_SIZE = 64
+from colibri_mp.recoding import GROUP_SIZES, Recoding, choose
 
 
 @dataclass(frozen=True)
 class Options:
-    """`bits` of the experts: "stored" keeps their encodings, "mixed" is 4 in gate and up and 8 in down.
+    """`bits` of the experts; `group_size`: weights that share a scale, of what is quantised, 0 with "stored"."""
 
-    `group_size`: weights that share a scale, of what is quantised; 0 with "stored".
-    """
-
-    bits: Bits = "stored"
+    bits: ExpertBits = "stored"
     group_size: int = 0
 
     @staticmethod
     def of(bits: Literal["4", "8", "mixed"] | None, group_size: int | None) -> "Options":
         """The options that flags stand for; None: not given. Raises `ConfigError`."""
-        return Options(bits or "stored", group_size or (DEFAULT_GROUP_SIZE if bits else 0))
+        return Options(bits or "stored", group_size or (max(GROUP_SIZES) if bits else 0))
 
     def __post_init__(self) -> None:
-        if self.bits not in get_args(Bits):
-            raise ConfigError(f"bits must be one of {', '.join(get_args(Bits))}, not {self.bits!r}")
+        if self.bits not in get_args(ExpertBits):
+            raise ConfigError(f"bits must be one of {', '.join(get_args(ExpertBits))}, not {self.bits!r}")
         if self.bits == "stored" and self.group_size:
             raise ConfigError("--group-size needs --bits: without it, experts keep their stored encoding")
         if self.bits != "stored" and self.group_size not in GROUP_SIZES:

@@ -21,11 +21,11 @@ import numpy as np
 from colibri_mp.checkpoint.container import Rounding
 from colibri_mp.checkpoint.convert.files import page_aligned
 from colibri_mp.checkpoint.convert.plan import LayerJob, Plan
-from colibri_mp.checkpoint.convert.recoding import Recoding, add
 from colibri_mp.checkpoint.experts import PROJECTIONS
 from colibri_mp.checkpoint.source import Checkpoint, fill
 from colibri_mp.errors import CheckpointError, ReadError
-from colibri_mp.kernels.layout import BLOCK_ROWS, Bytes, pack, packed_bytes
+from colibri_mp.kernels.layout import BLOCK_ROWS, Bytes, packed_bytes
+from colibri_mp.recoding import Recoding, add, recode_rows
 
 _BLOCK_VALUES = 1 << 20
 
@@ -156,12 +156,10 @@ def _row_blocks(job: LayerJob) -> Iterator[_Rows]:
 def _fill_rows(block: _Rows, parts: Sequence[Bytes], slab: Bytes) -> Rounding | None:
     """Recode and pack some rows into their place in the slab; what rounding cost."""
     _, recoding, rows, cols, first, num_rows, slab_offset = block
-    target = recoding.target
+    target = recoding.target.format
     slices = [part.reshape(rows, -1)[first : first + num_rows].reshape(-1) for part in parts]
-    recoded, cost = recoding.apply(num_rows, cols, slices)
-    start = slab_offset + packed_bytes(target.format, first, cols)
-    pack(target, num_rows, cols, recoded, slab[start : start + packed_bytes(target.format, num_rows, cols)])
-    return cost
+    start = slab_offset + packed_bytes(target, first, cols)
+    return recode_rows(recoding, num_rows, cols, slices, slab[start : start + packed_bytes(target, num_rows, cols)])
 
 
 def _refuse_infinite(job: LayerJob, expert: int, rounding: dict[str, Rounding]) -> None:

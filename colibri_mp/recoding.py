@@ -1,4 +1,4 @@
-"""How the matrices of a projection change on their way into a container, and why.
+"""How the matrices of a projection change on their way into a container, or into memory (`--expert-bits`), and why.
 
     stored as                 without --bits   with --bits: the width B asked for this projection
     bf16, f16, f32            kept             quantised to B bits
@@ -10,17 +10,22 @@
 So nothing loses accuracy that need not, and nothing becomes wider than it was. `mixed` asks for 4 bits in gate and up and
 for 8 in down, whose errors go straight into the residual stream: against 4 bits everywhere, 8 in down alone halve the
 divergence from the original, in gate or in up alone they take off a fifth (docs/log.md).
+
+Experts that are read (`quantised_when_read`) change by the same rules, but only from bf16, f16 and f32: codes that are
+there already are what the checkpoint's author chose, and a container is packed already.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
 import numpy as np
 
-from colibri_mp.checkpoint.container import Bits, Rounding
-from colibri_mp.formats import Encoding
+from colibri_mp.checkpoint.container import Rounding
+from colibri_mp.checkpoint.experts import PROJECTIONS, ExpertLayer
+from colibri_mp.errors import ConfigError
+from colibri_mp.formats import Encoding, ExpertBits
 from colibri_mp.kernels.layout import Bytes, PackedMatrix, gather_rows, pack, packed_bytes
 from colibri_mp.kernels.quantising import Floats, quantise
 from colibri_mp.kernels.reference import elements
@@ -28,7 +33,9 @@ from colibri_mp.kernels.team import aligned_bytes
 
 SCALE: Literal["bf16"] = "bf16"
 """Type of new scales and biases: the range of float32; the codes are chosen for the rounded ones."""
-_WIDTHS: dict[Bits, dict[str, int]] = {
+GROUP_SIZES = (32, 64)
+"""Weights that may share a scale of our making; more at a time take less memory."""
+_WIDTHS: dict[ExpertBits, dict[str, int]] = {
     "stored": {},
     "4": dict.fromkeys(("gate", "up", "down"), 4),
     "8": dict.fromkeys(("gate", "up", "down"), 8),
@@ -58,7 +65,7 @@ class Recoding:
         return _quantise(self.target, decode(self.stored, rows, cols, parts))
 
 
-def choose(stored: Encoding, projection: str, bits: Bits, group_size: int) -> Recoding:
+def choose(stored: Encoding, projection: str, bits: ExpertBits, group_size: int) -> Recoding:
     """How a projection that is `stored` so changes when `bits` is asked for."""
     width = _WIDTHS[bits].get(projection)
     if width is None:
@@ -71,6 +78,43 @@ def choose(stored: Encoding, projection: str, bits: Bits, group_size: int) -> Re
     if stored.format.kind == "q8" and width == 8:
         return Recoding(stored, stored, "as stored: packed with 8-bit codes, exactly")
     return Recoding(stored, Encoding("affine", width, group_size, SCALE), "quantised")
+
+
+def recode_rows(recoding: Recoding, rows: int, cols: int, parts: Sequence[Bytes], out: Bytes) -> Rounding | None:
+    """Recode and pack some rows; what rounding cost if they were quantised. parts, out: as in `kernels.layout.pack`."""
+    recoded, cost = recoding.apply(rows, cols, parts)
+    pack(recoding.target, rows, cols, recoded, out)
+    return cost
+
+
+def quantised_when_read(layer: ExpertLayer, bits: ExpertBits) -> ExpertLayer:
+    """The layer whose experts are to be quantised each time they are read; the layer itself if nothing changes.
+
+    Groups are the largest of `GROUP_SIZES` that divide all rows. Raises `ConfigError` if the experts have been quantised
+    in another way, or packed into a container.
+    """
+    if bits == "stored":
+        return layer
+    stored = (layer.gate, layer.up, layer.down)
+    for projection, encoding in zip(PROJECTIONS, stored, strict=True):
+        if encoding.group_size and (encoding.kind, encoding.bits) != ("affine", _WIDTHS[bits][projection]):
+            raise ConfigError(
+                f"--expert-bits {bits}: the experts of layer {layer.layer} are quantised already ({projection}_proj: "
+                f"{encoding.describe()}); leave it out, or use the checkpoint that they were made from"
+            )
+    group_size = _largest_group(layer)
+    gate, up, down = (
+        choose(encoding, projection, bits, group_size).target
+        for projection, encoding in zip(PROJECTIONS, stored, strict=True)
+    )
+    if (gate, up, down) == stored:
+        return layer
+    if layer.is_packed:
+        raise ConfigError(
+            f"--expert-bits {bits}: the experts of layer {layer.layer} are packed in a container as {layer.gate.describe()}; "
+            f"convert the original checkpoint with --bits {bits}"
+        )
+    return replace(layer, targets=(gate, up, down))
 
 
 def add(roundings: Iterable[Rounding]) -> Rounding:
@@ -86,6 +130,16 @@ def decode(encoding: Encoding, rows: int, cols: int, parts: Sequence[Bytes]) -> 
     packed = aligned_bytes(packed_bytes(encoding.format, rows, cols))
     pack(encoding, rows, cols, parts, packed)
     return gather_rows(PackedMatrix(encoding.format, rows, cols, packed), np.arange(rows, dtype=np.int32))
+
+
+def _largest_group(layer: ExpertLayer) -> int:
+    fitting = [size for size in GROUP_SIZES if layer.hidden % size == 0 and layer.width % size == 0]
+    if not fitting:
+        raise ConfigError(
+            f"layer {layer.layer}: rows of {layer.hidden} and {layer.width} weights do not divide into groups of "
+            f"{' or '.join(map(str, GROUP_SIZES))}; leave out --expert-bits"
+        )
+    return max(fitting)
 
 
 def _is_widened(stored: Encoding, target: Encoding) -> bool:
