@@ -33,7 +33,7 @@ def generate_request(request_id: int, prompt: AnyPrompt, options: dict[str, Any]
     if isinstance(own.get("stop"), str):
         own["stop"] = (own["stop"],)
     sampling = Sampling(**{name: value for name, value in options.items() if name in _SAMPLING})
-    return _as_received(Generate(request_id, _prompt(prompt), sampling=sampling, **{"max_tokens": None, **own}))
+    return _as_received(Generate(request_id, prompt_of(prompt), sampling=sampling, **{"max_tokens": None, **own}))
 
 
 def _as_received(request: Generate) -> Generate:
@@ -46,7 +46,7 @@ def _as_received(request: Generate) -> Generate:
     return received
 
 
-def _prompt(prompt: AnyPrompt) -> Prompt:
+def prompt_of(prompt: AnyPrompt) -> Prompt:
     """The prompt as it travels: a list of dicts is a conversation, any other sequence token ids."""
     if isinstance(prompt, str | Conversation):
         return prompt

@@ -21,8 +21,8 @@ from typing import Any, Self
 import numpy as np
 
 from colibri_mp import rundir
-from colibri_mp.answers import Answers, Event
-from colibri_mp.asking import AnyPrompt, generate_request
+from colibri_mp.answers import Answer, Answers, Event
+from colibri_mp.asking import AnyPrompt, generate_request, prompt_of
 from colibri_mp.config import LaunchConfig, from_keywords
 from colibri_mp.control_groups import KillCounter
 from colibri_mp.errors import ConfigError, CoordinatorDied, ProtocolError, describe_exit
@@ -35,6 +35,10 @@ from colibri_mp.messages import (
     GetStatus,
     Piece,
     PromptLogprobs,
+    Restored,
+    RestoreSession,
+    Saved,
+    SaveSession,
     Score,
     Scores,
     Shutdown,
@@ -219,13 +223,34 @@ class Cluster:
         self._answers.forget(request_id)
         return [np.concatenate(parts) for parts in found]
 
+    def save_session(self, prompt: AnyPrompt, path: str | Path) -> Saved:
+        """Write the KV that is cached for the longest prefix of `prompt` to a file (0600); nothing is computed.
+
+        The answer says how many tokens the file covers. The whole of a conversation is `prompt` with its last answer.
+
+        Raises:
+            SessionError, WriteError, RequestError: nothing is kept here, the file cannot be written, a bad prompt.
+        """
+        request = SaveSession(next(self._request_ids), str(Path(path).absolute()), prompt_of(prompt))
+        return self._ask(request, Saved)
+
+    def restore_session(self, path: str | Path) -> Restored:
+        """Cache the KV of a saved session: the next request that begins with its tokens does not compute them.
+
+        The answer says how many of its tokens there was memory for.
+
+        Raises:
+            SessionError: no session file, damaged, or of another model or setting; nothing has changed.
+        """
+        return self._ask(RestoreSession(next(self._request_ids), str(Path(path).absolute())), Restored)
+
     def stats(self) -> dict[str, Any]:
         """What the cluster is and does; the dict that `colibri-cluster status --json` prints."""
-        return self._ask_status(GetStatus(next(self._request_ids)))
+        return self._ask(GetStatus(next(self._request_ids)), Status).stats
 
     def stop(self) -> None:
         """End the cluster, also an attached one, and close."""
-        self._ask_status(Shutdown(next(self._request_ids)))
+        self._ask(Shutdown(next(self._request_ids)), Status)
         self.close()
 
     def wait_until_gone(self, timeout_s: float = _STOP_TIMEOUT_S) -> None:
@@ -267,12 +292,13 @@ class Cluster:
         self._link.send(request)
         return request.request_id
 
-    def _ask_status(self, message: GetStatus | Shutdown) -> dict[str, Any]:
+    def _ask(self, message: GetStatus | Shutdown | SaveSession | RestoreSession, kind: type[Answer]) -> Answer:
+        """Send a request that has one answer, of `kind`, and wait for it."""
         self._answers.expect(message.request_id)
         self._link.send(message)
-        answer = self._answers.next(message.request_id, Status)
+        answer = self._answers.next(message.request_id, kind)
         self._answers.forget(message.request_id)
-        return answer.stats
+        return answer
 
     def _check_coordinator(self) -> None:
         if (error := rundir.read_last_words(self._last_words)) is not None:

@@ -19,7 +19,18 @@ from typing import Any, TypeAlias
 from colibri_mp.constraints import Compiled
 from colibri_mp.errors import ProtocolError
 from colibri_mp.mailbox import Mailbox
-from colibri_mp.messages import Cancel, Generate, GetStatus, Message, Ping, Score, Shutdown, Status
+from colibri_mp.messages import (
+    Cancel,
+    Generate,
+    GetStatus,
+    Message,
+    Ping,
+    RestoreSession,
+    SaveSession,
+    Score,
+    Shutdown,
+    Status,
+)
 from colibri_mp.transport import Listener, wait
 
 _log = logging.getLogger(__name__)
@@ -34,7 +45,9 @@ class ClientGone:
     client: bytes
 
 
-Command: TypeAlias = tuple[bytes, Generate | Score | Cancel | Shutdown] | ClientGone | Compiled
+Command: TypeAlias = (
+    tuple[bytes, Generate | Score | Cancel | SaveSession | RestoreSession | Shutdown] | ClientGone | Compiled
+)
 
 
 class ControlEndpoint:
@@ -109,7 +122,7 @@ class ControlEndpoint:
             match message:
                 case GetStatus(request_id=request_id, reads_memory=reads_memory):
                     self._deliver(client, Status(request_id, self._status(reads_memory)))
-                case Generate() | Score() | Cancel() | Shutdown():
+                case Generate() | Score() | Cancel() | SaveSession() | RestoreSession() | Shutdown():
                     self.inbox.put((client, message))
                 case other:
                     _log.warning("dropped a %s: not a client's message", type(other).__name__)

@@ -12,7 +12,6 @@
 resident weights while they start.
 """
 
-import json
 import os
 import threading
 from collections import Counter, defaultdict, deque
@@ -266,18 +265,16 @@ class Coordinator:
         """Keep the slabs of all pools within so many bytes, soon. Callable from any thread."""
         self.supervisor.request_sizes(split_slabs(self.plan.workers, slab_bytes))
 
-    def kv_identity(self) -> str:
-        """Everything but the tokens that the values in the KV cache depend on, as JSON."""
+    def kv_identity(self) -> dict[str, Any]:
+        """Everything but the tokens that the values in the KV cache depend on, JSON-compatible."""
         router = self.model.router
-        return json.dumps(
-            {
-                "fingerprint": self.checkpoint.fingerprint,
-                "isa": isa.current().value,
-                "planes": self._planes,
-                "top_k": router.top_k,
-                "top_p": router.top_p,
-            }
-        )
+        return {
+            "fingerprint": self.checkpoint.fingerprint,
+            "isa": isa.current().value,
+            "planes": self._planes,
+            "top_k": router.top_k,
+            "top_p": router.top_p,
+        }
 
     # -- reports -------------------------------------------------------------------------------------------------------
 

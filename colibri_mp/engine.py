@@ -353,7 +353,7 @@ class Engine:
 
     def _generation(self, client: bytes, request: Generate, mask: TokenMask | None) -> Generation:
         assert (request.constraint is None) == (mask is None)
-        prompt_ids = self._prompt_ids(request.prompt)
+        prompt_ids = self.prompt_ids(request.prompt)
         wants_prompt = request.prompt_logprobs is not None
         max_tokens = self._max_tokens(len(prompt_ids), request.max_tokens, least=0 if wants_prompt else 1)
         params = resolve(request.sampling, self.defaults, secrets.randbits(63))
@@ -392,7 +392,8 @@ class Engine:
             sequences.append(Sequence(list(prompt), len(prompt), chunk, all_logits=True))
         return Scoring(client, request, sequences, len(sequences))
 
-    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """The tokens of a prompt. Raises `RequestError`: it has none, or it is not of this model."""
         if isinstance(prompt, list):
             ids = list(prompt)
         elif self.tokenizer is None:

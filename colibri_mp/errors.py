@@ -99,6 +99,13 @@ class WriteError(ColibriError):
     exit_code = 12
 
 
+class SessionError(ColibriError):
+    """A saved session that cannot be used: no session file, damaged, or of another model or setting."""
+
+    kind = "session"
+    exit_code = 14
+
+
 def _all_classes(root: type[ColibriError]) -> list[type[ColibriError]]:
     return [root, *(cls for sub in root.__subclasses__() for cls in _all_classes(sub))]
 

@@ -113,6 +113,10 @@ class BlockAllocator:
             self._hold(block)
         return found + [self._take_new() for _ in range(num_new)], len(found)
 
+    def most_holdable(self, keys: Iterable[bytes]) -> int:
+        """How many blocks that begin with the cached ones of `keys` could be acquired now."""
+        return self.num_free + sum(self._num_holders[block] > 0 for block in self.find(keys))
+
     def release(self, blocks: list[int]) -> None:
         """Give blocks back; `blocks` is emptied. Cached ones can still be found until their memory is needed."""
         self._num_releases += 1

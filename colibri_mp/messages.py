@@ -8,8 +8,8 @@ There is no pickle. A body is a tagged union of the structs below; an array fiel
 general form takes 0.1 ms where the code has fallen out of the processor's caches, which streaming weights sees to.
 Two conversations use them:
 
-    client  ── Generate, Score, Cancel, GetStatus, Shutdown ──▶ coordinator
-    client  ◀── Ping, Progress, PromptLogprobs, Piece, Finished, Scores, Status, Failed ── coordinator
+    client  ── Generate, Score, Cancel, SaveSession, RestoreSession, GetStatus, Shutdown ──▶ coordinator
+    client  ◀── Ping, Progress, PromptLogprobs, Piece, Finished, Scores, Saved, Restored, Status, Failed ── coordinator
     coordinator ── Route, Hint, Keep, Resize, Stop ──▶ worker ── Hello, Routed, PoolReport, Resized, Failed ──▶ coordinator
 
 See docs/protocol.md. Decoded arrays are read-only views into the received frames.
@@ -128,6 +128,21 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     request_id: int
 
 
+class SaveSession(msgspec.Struct, frozen=True, tag=True):
+    """Write the KV that is cached for the longest prefix of `prompt` to the file `path`, absolute; nothing is computed."""
+
+    request_id: int
+    path: str
+    prompt: Prompt
+
+
+class RestoreSession(msgspec.Struct, frozen=True, tag=True):
+    """Cache the KV of the session file `path`, absolute, so that the next request with this content finds it."""
+
+    request_id: int
+    path: str
+
+
 class GetStatus(msgspec.Struct, frozen=True, tag=True):
     """Ask for `Status`; answered at any time, in the middle of a prefill too.
 
@@ -211,6 +226,24 @@ class Scores(msgspec.Struct, frozen=True, tag=True):
     request_id: int
     prompt_idx: int
     logits: np.ndarray[Any, Any]
+
+
+class Saved(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `SaveSession`: of `num_asked` tokens the first `num_tokens` are in the file of `num_bytes`."""
+
+    request_id: int
+    num_tokens: int
+    num_bytes: int
+    num_asked: int
+
+
+class Restored(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `RestoreSession`: of the file's `num_in_file` tokens the first `num_tokens` are cached now."""
+
+    request_id: int
+    num_tokens: int
+    num_bytes: int
+    num_in_file: int
 
 
 class Status(msgspec.Struct, frozen=True, tag=True):
@@ -353,8 +386,8 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 _General: TypeAlias = (
-    Generate | Score | Cancel | GetStatus | Shutdown
-    | Ping | Progress | PromptLogprobs | Piece | Finished | Scores | Status | Failed
+    Generate | Score | Cancel | SaveSession | RestoreSession | GetStatus | Shutdown
+    | Ping | Progress | PromptLogprobs | Piece | Finished | Scores | Saved | Restored | Status | Failed
     | Hello | Resize | Resized | Keep | PoolReport | Stop
 )  # fmt: skip
 Message: TypeAlias = _General | Hint | Route | Routed

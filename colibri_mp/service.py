@@ -10,6 +10,7 @@ workers stopped, segments unlinked and the run directory removed. Ctrl-C is the 
 process group and is ignored here.
 """
 
+import json
 import logging
 import os
 import signal
@@ -19,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -36,11 +38,24 @@ from colibri_mp.kernels.kv_cache import BLOCK_TOKENS
 from colibri_mp.kvcache import BlockAllocator
 from colibri_mp.limits import rooms
 from colibri_mp.memory import MemoryWatch
-from colibri_mp.messages import Cancel, Constraint, Failed, Generate, Score, Shutdown, Status
+from colibri_mp.messages import (
+    Cancel,
+    Constraint,
+    Failed,
+    Generate,
+    Restored,
+    RestoreSession,
+    Saved,
+    SaveSession,
+    Score,
+    Shutdown,
+    Status,
+)
 from colibri_mp.monitor import Monitor
 from colibri_mp.plan_terms import CLIENT_BYTES
 from colibri_mp.pressure import Decision, Governor, Reading
 from colibri_mp.scheduler import Scheduler
+from colibri_mp.session_store import SessionStore
 from colibri_mp.shm.segment import unlink_stale
 from colibri_mp.tokenizer import Tokenizer, eos_token_ids, sampling_defaults
 from colibri_mp.transport import wait
@@ -138,6 +153,8 @@ class Service:
             self.control.emit,
             self._config.queue,
         )
+        scheduler = self.engine.scheduler
+        self.sessions = SessionStore(self.coordinator.kv, allocator, scheduler.prefix, self.coordinator.kv_identity())
         self.monitor = Monitor(self._make_governor(), self._read_pressure, self._relieve)
         self._processes = self.coordinator.processes()
         self._sample_memory()
@@ -224,7 +241,7 @@ class Service:
 
     def _prefix_root(self) -> str | None:
         """What a block's key begins with; None: nothing is shared."""
-        return self.coordinator.kv_identity() if self._config.prefix_cache == "on" else None
+        return json.dumps(self.coordinator.kv_identity()) if self._config.prefix_cache == "on" else None
 
     def _log_to_file(self) -> None:
         """A detached cluster outlives the terminal: its messages, and its workers', go to a file from here on."""
@@ -265,6 +282,17 @@ class Service:
                 self._constrained(compiled)
             case (client, Generate() | Score() as request):
                 self.engine.submit(client, request)
+            case (client, SaveSession() | RestoreSession() as request):
+                self.control.emit(client, self._move_session(request))
+
+    def _move_session(self, request: SaveSession | RestoreSession) -> Saved | Restored | Failed:
+        try:
+            if isinstance(request, RestoreSession):
+                return self.sessions.restore(request.request_id, Path(request.path))
+            token_ids = self.engine.prompt_ids(request.prompt)
+            return self.sessions.save(request.request_id, token_ids, Path(request.path))
+        except ColibriError as error:
+            return Failed(request.request_id, error.kind, str(error))
 
     def _constrain(self, client: bytes, request: Generate) -> None:
         """A request begins when its constraint has been compiled."""

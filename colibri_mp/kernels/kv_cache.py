@@ -70,6 +70,19 @@ class KVCache:
         """Address of a layer's first tile, for compiled code; valid as long as this object."""
         return self._address + layer_idx * self._layer_bytes
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block: its tiles of all layers and heads."""
+        return self.tiles.nbytes // self.num_blocks
+
+    def copy_block(self, block: int) -> NDArray[np.uint8]:
+        """All tiles of a block, [num_layers][num_kv_heads][tile], as uint8 [block_bytes]."""
+        return np.ascontiguousarray(self.tiles[:, block]).reshape(-1).view(np.uint8)
+
+    def set_block(self, block: int, data: NDArray[np.uint8]) -> None:
+        """The inverse of `copy_block`."""
+        self.tiles[:, block] = data.view(self.tiles.dtype).reshape(self.tiles[:, block].shape)
+
     def write(self, layer_idx: int, block_ids: Any, start: int, keys: F32Array, values: F32Array) -> None:
         """Store keys and values, float32 [n, num_kv_heads, head_dim], at the positions from `start` on. Plain numpy, for tests."""
         for position, (key, value) in enumerate(zip(keys, values, strict=True), start):
