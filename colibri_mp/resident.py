@@ -80,7 +80,7 @@ class _Loader:
     def _expert_gate(self, spec: MoeSpec) -> Floats | None:
         if spec.shared_gate is None:
             return None
-        return gather_rows(self.matrix(spec.shared_gate), np.zeros(1, np.int32))[0]
+        return gather_rows(self.matrix(spec.shared_gate), np.zeros(1, np.int32)).reshape(-1)
 
     def matrix(self, stored: StoredMatrix) -> PackedMatrix:
         packed = aligned_bytes(packed_bytes(stored.encoding.format, stored.rows, stored.cols))

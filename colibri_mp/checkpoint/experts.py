@@ -64,7 +64,8 @@ class ExpertLayer:
         # Here, since reading a checkpoint needs no kernels.
         from colibri_mp.kernels.layout import ExpertShape
 
-        return ExpertShape(self.hidden, self.width, *(encoding.format for encoding in self.packed_encodings))
+        gate, up, down = (encoding.format for encoding in self.packed_encodings)
+        return ExpertShape(self.hidden, self.width, gate, up, down)
 
     @property
     def packed_encodings(self) -> tuple[Encoding, Encoding, Encoding]:

@@ -140,7 +140,9 @@ def experts(
     for token in range(len(x)):
         for k in np.argsort(ids[token], kind="stable"):
             if ids[token, k] >= 0:
-                out[token] += weights[token, k] * expert(x[token : token + 1], *matrices[ids[token, k]], clamp=clamp)[0]
+                gate, up, down, *biases = matrices[ids[token, k]]
+                row = expert(x[token : token + 1], gate, up, down, biases[0] if biases else None, clamp)
+                out[token] += weights[token, k] * row[0]
     return out
 
 

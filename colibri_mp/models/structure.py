@@ -54,8 +54,8 @@ class DenseSpec:
         # Here, since reading a checkpoint needs no kernels.
         from colibri_mp.kernels.layout import ExpertShape
 
-        formats = (matrix.encoding.format for matrix in (self.gate, self.up, self.down))
-        return ExpertShape(self.gate.cols, self.gate.rows, *formats)
+        gate, up, down = (matrix.encoding.format for matrix in (self.gate, self.up, self.down))
+        return ExpertShape(self.gate.cols, self.gate.rows, gate, up, down)
 
     @property
     def matrices(self) -> Iterator[StoredMatrix]:
