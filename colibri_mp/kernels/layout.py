@@ -155,6 +155,14 @@ def pack(encoding: Encoding, rows: int, cols: int, parts: Sequence[Bytes], out: 
     pack_parts(encoding, rows, cols, parts, out)
 
 
+def fill_bias(kind: str, stored: Bytes, out: Bytes) -> None:
+    """A bias as stored, bf16, f16 or f32 elements, into its place in a slab (`bias_bytes`, 64-aligned): float32, then zeros."""
+    from colibri_mp.kernels.reference import elements
+
+    values, place = elements(stored, kind), out.view(np.float32)
+    place[: values.size], place[values.size :] = values, 0.0
+
+
 def gather_rows(matrix: PackedMatrix, row_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
     """Rows of a packed matrix as float32 [T, cols] (embedding lookup), code * scale + bias rounded twice as in the reference.
 

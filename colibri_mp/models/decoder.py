@@ -159,10 +159,9 @@ def build_moe(
     router: RouterSpec,
     dims: ExpertDims,
     names: Mapping[str, str] = STANDARD_NAMES,
-    gate_name: str = "gate",
 ) -> MoeSpec:
     """The mixture-of-experts block `path` of one layer: its router `gate` and its experts."""
-    gate = table.matrix(f"{path}.{gate_name}", Shape((router.num_experts, dims.hidden), "num_experts, hidden_size"))
+    gate = table.matrix(f"{path}.gate", Shape((router.num_experts, dims.hidden), "num_experts, hidden_size"))
     return MoeSpec(router, gate, find_experts(table, layer, path, dims, names))
 
 

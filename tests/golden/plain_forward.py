@@ -4,6 +4,8 @@ Slow and short. It shows that the checkpoint reader and the families are right b
 when a kernel is wrong. T tokens, D hidden, E experts, F width.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,6 +13,7 @@ from colibri_mp.checkpoint import Checkpoint, ExpertLayer, StoredMatrix, TensorI
 from colibri_mp.checkpoint.source import to_float32
 from colibri_mp.formats import Encoding
 from colibri_mp.models import DenseSpec, LayerSpec, ModelSpec, MoeSpec, RopeSpec, load_model
+from colibri_mp.specs import ClampedSwiGLU
 
 Floats = NDArray[np.float64]
 Bytes = NDArray[np.uint8]
@@ -179,10 +182,12 @@ class PlainModel:
         share = 1.0 if spec.shared_gate is None else sigmoid(x @ self.matrix(spec.shared_gate).T)
         return share * self.dense(spec.shared, x)
 
-    def expert(self, layer: ExpertLayer, expert: int) -> tuple[Floats, Floats, Floats]:
-        """gate, up [F, D] and down [D, F] of one expert."""
+    def expert(self, layer: ExpertLayer, expert: int) -> tuple[Any, ...]:
+        """gate, up [F, D] and down [D, F] of one expert; if it has them, their biases; the activation."""
         places = zip(layer.file_idx[expert], layer.offset[expert], layer.piece_bytes, strict=True)
         pieces = [self.checkpoint.read(int(file_idx), int(offset), int(nbytes)) for file_idx, offset, nbytes in places]
+        if layer.arrangement != "separate":
+            return (*self.gpt_oss_expert(layer, pieces), layer.clamp)
         num_gate, num_up = len(layer.gate.parts), len(layer.up.parts)
         return (
             dequantise(layer.gate, layer.width, layer.hidden, pieces[:num_gate]),
@@ -190,11 +195,38 @@ class PlainModel:
             dequantise(layer.down, layer.hidden, layer.width, pieces[num_gate + num_up :]),
         )
 
+    def gpt_oss_expert(self, layer: ExpertLayer, pieces: list[Bytes]) -> tuple[Floats, ...]:
+        """gate, up, down and their biases: gate and up take turns, by rows in MXFP4, by columns of [in, out] in bf16."""
+        *matrices, both_bias, down_bias = pieces
+        wide = 2 * layer.width
+        if layer.arrangement == "interleaved":
+            both, down = (
+                self.mxfp4(wide, layer.hidden, matrices[:2]),
+                self.mxfp4(layer.hidden, layer.width, matrices[2:]),
+            )
+        else:
+            both = dequantise(layer.gate, layer.hidden, wide, matrices[:1]).T
+            down = dequantise(layer.down, layer.width, layer.hidden, matrices[1:]).T
+        bias, down_bias = (to_float32(part, layer.bias.upper()).astype(float) for part in (both_bias, down_bias))
+        return both[0::2], both[1::2], down, bias[0::2], bias[1::2], down_bias
+
+    def mxfp4(self, rows: int, cols: int, parts: list[Bytes]) -> Floats:
+        """Codes low nibble first, a power of two for each 32 of them."""
+        return dequantise(Encoding("mxfp4", 4, 32, "u8"), rows, cols, parts)
+
     def dense(self, spec: DenseSpec, x: Floats) -> Floats:
         """A dense block."""
         return self.swiglu(x, self.matrix(spec.gate), self.matrix(spec.up), self.matrix(spec.down))
 
-    def swiglu(self, x: Floats, gate: Floats, up: Floats, down: Floats) -> Floats:
-        """down(silu(gate x) * up x) of x [T, D]."""
+    def swiglu(self, x: Floats, gate: Floats, up: Floats, down: Floats, *more: Any) -> Floats:
+        """down(silu(gate x) * up x) of x [T, D]; with biases and a clamp, gpt_oss's."""
+        if more:
+            gate_bias, up_bias, down_bias, clamp = more
+            return self.clamped(x @ gate.T + gate_bias, x @ up.T + up_bias, clamp) @ down.T + down_bias
         gated = x @ gate.T
         return (gated * sigmoid(gated) * (x @ up.T)) @ down.T
+
+    def clamped(self, gate: Floats, up: Floats, clamp: ClampedSwiGLU) -> Floats:
+        """(up + 1) * gate * sigmoid(alpha * gate), gate clamped from above and up from both sides."""
+        gate, up = np.minimum(gate, clamp.limit), np.clip(up, -clamp.limit, clamp.limit)
+        return (up + 1) * gate * sigmoid(clamp.alpha * gate)
