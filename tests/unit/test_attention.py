@@ -73,6 +73,25 @@ def test_a_layer_may_have_a_narrower_window() -> None:
     assert np.allclose(seen[1], expected(windowed, x), rtol=0, atol=2e-5)
 
 
+def test_blocks_beyond_the_window_are_not_read() -> None:
+    """What lies more than a window back, in blocks of its own, may be anything: here it is not even a number."""
+    block = make_block(sinks=True)
+    narrow = replace(block, weights=replace(block.weights, window=20))
+    kv, table = narrow.cache(112), np.arange(7)
+    past = block.rng.standard_normal((2, 100, 2, 16)).astype(np.float32)
+    kv.write(1, table, 0, *past)
+    x, batch = block.rows(1), batch_of([(100, 0)], table[None, :])
+    seen = []
+    with ThreadTeam(2) as team:
+        stage = narrow.stage(team)
+        for hidden in (0.0, np.nan):
+            kv.tiles[1, :5] = hidden  # positions 0 to 79: the window begins at 81
+            seen.append(x.copy())
+            stage(seen[-1], narrow.weights, kv, 1, batch)
+    assert np.isfinite(seen[0]).all()
+    np.testing.assert_array_equal(seen[0], seen[1])
+
+
 def test_keys_and_values_are_stored_first() -> None:
     """The cache holds the new rows as the reference stores them, and nothing else changes."""
     block = make_block()
