@@ -79,7 +79,13 @@ class Reporter:
 
 
 def read_request(line: bytes) -> tuple[LaunchConfig, bool]:
-    """The configuration of a `StartRequest` line, and whether the cluster is owned."""
+    """The configuration of a `StartRequest` line, and whether the cluster is owned.
+
+    Raises:
+        CoordinatorDied: the client went away before it asked.
+    """
+    if not line:
+        raise CoordinatorDied("there is nobody to start for")
     request = msgspec.json.decode(line, type=StartRequest)
     return from_keywords(LaunchConfig, request.config), request.owned
 

@@ -10,10 +10,13 @@ from colibri_mp.commands.connecting import open_cluster
 def chat(args: argparse.Namespace) -> int:
     """A conversation in the terminal; also with input from a pipe, one message a line."""
     from colibri_mp.chat import Chat
+    from colibri_mp.chat.lines import PipedLines, TerminalLines
 
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    options = {"max_tokens": args.max_tokens, **sampling_options(args)}
     with open_cluster(args) as cluster:
-        Chat(cluster, {"max_tokens": args.max_tokens, **sampling_options(args)}, args.system).run(sys.stdin, sys.stdout)
-    return 0
+        talk = Chat(cluster, options, args.system, sys.stdout, sys.stderr)
+        return talk.run(TerminalLines(talk.commands) if is_terminal else PipedLines(sys.stdin))
 
 
 def register(verbs: Verbs) -> None:

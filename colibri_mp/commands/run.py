@@ -6,10 +6,10 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from colibri_mp.answer_line import describe_answer
 from colibri_mp.commands.arguments import Verbs, add_verb, sampling_options
 from colibri_mp.commands.connecting import open_cluster
 from colibri_mp.commands.terminal import say
-from colibri_mp.config import format_size
 from colibri_mp.errors import ConfigError, ProtocolError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({**answer, **finished.stats, "memory": memory}, ensure_ascii=False))
     else:
         print(flush=True)
-        say(_summary(finished.finish_reason, finished.stats, memory))
+        say(describe_answer(finished.finish_reason, finished.stats, memory))
     return 0
 
 
@@ -80,13 +80,3 @@ def _receive(events: Iterable[Any], show: bool) -> tuple[list[int], str, "Finish
             return token_ids, text, event
         token_ids += event.token_ids
     raise ProtocolError("the answer ended without a finish")
-
-
-def _summary(reason: str, stats: dict[str, Any], memory: dict[str, Any]) -> str:
-    cache = stats["cache"]
-    return (
-        f"[{stats['completion_tokens']} tokens, {stats['decode_tok_s']:.1f} tok/s; first after {stats['ttft_s']:.2f} s "
-        f"({stats['prompt_tokens']} prompt tokens); experts {cache['hit_rate']:.0%} from memory, "
-        f"{format_size(cache['bytes_read'])} read; memory {format_size(memory['peak_bytes'])} "
-        f"of {format_size(memory['budget_bytes'])}; ended: {reason}]"
-    )

@@ -13,15 +13,15 @@ from colibri_mp.commands.terminal import raise_interrupt, say
 from colibri_mp.errors import ColibriError, ConfigError
 
 if TYPE_CHECKING:
+    from colibri_mp.interruption import Interruption
     from colibri_mp.script.definition import Script
-    from colibri_mp.script.interruption import Interruption
     from colibri_mp.script.output import Output
 
 
 def script(args: argparse.Namespace) -> int:
     """Play the sessions of a file at once, and write transcripts and a report."""
+    from colibri_mp.interruption import Interruption
     from colibri_mp.script.checking import read_script
-    from colibri_mp.script.interruption import Interruption
     from colibri_mp.script.output import Output, default_folder
     from colibri_mp.script.report import report
 
@@ -42,6 +42,7 @@ def script(args: argparse.Namespace) -> int:
     except ColibriError as failure:
         error = failure
     if error is not None and not launches:
+        output.remove_if_empty()
         raise error
     made = report(what, launches, interrupted=interruption.signal is not None)
     return _end(made, output, interruption, error, args.json)

@@ -45,7 +45,6 @@ _QK_NORM = {"none": NORM_NONE, "head": NORM_HEAD, "full": NORM_FULL}
 class AttentionStage:
     """Attention of one shape, with its scratch memory; for all layers of that shape, one call at a time.
 
-    The window of the spec is the widest of all layers; weights may have a narrower one.
     `planes`: see `linear`. Weights met in a call are kept (a few kB each) until the stage goes.
     """
 

@@ -194,12 +194,17 @@ def _mix_group(width: int, weights: int, values: int, sums: int, num_positions: 
 
 
 @compiled
-def start_merge(job: Any, place: Any, kv_head: int, merged: int) -> None:
-    """A partial of no positions; with sinks, of one that has the score of its head's sink and the value zero."""
+def start_merge(job: Any, merged: int) -> None:
+    """A partial of no positions."""
     _clear_sums(job.max_queries * job.value_parts, merged)
     for query in range(0, job.max_queries, 16):
         store16(merged + job.largest_offset + 4 * query, splat16(HIDDEN))
         store16(merged + job.largest_offset + 4 * (job.max_queries + query), splat16(_NOTHING))
+
+
+@compiled
+def take_in_sinks(job: Any, place: Any, kv_head: int, merged: int) -> None:
+    """Where heads have sinks, a partial of no positions becomes one of a position with the sink's score and the value zero."""
     if job.sinks != 0:
         for query in range(place.num_queries):
             head = kv_head * job.group_size + query % job.group_size

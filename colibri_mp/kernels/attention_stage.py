@@ -184,7 +184,8 @@ def _attend_alone(job: Any, item: int, scratch: int) -> None:
     place, kv_head = _place_of(job, item), item % job.num_kv_heads
     partial, merged = scratch + job.partial_offset, scratch + job.merged_offset
     core.pack_queries(job, place, kv_head, scratch)
-    core.start_merge(job, place, kv_head, merged)
+    core.start_merge(job, merged)
+    core.take_in_sinks(job, place, kv_head, merged)
     first, last = core.visible_range(job, place)
     for split in range(first // SPLIT_TOKENS, last // SPLIT_TOKENS + 1):
         core.attend_split(job, place, kv_head, split, scratch, partial)
@@ -212,7 +213,8 @@ def _merge_phase(job: Any, control: int, tag: int, scratch: int) -> bool:
     chunk = take(control, tag, _MERGE, job.num_shared) if scratch != 0 else -1
     while chunk >= 0:
         place, merged = _place_of(job, chunk), scratch + job.merged_offset
-        core.start_merge(job, place, chunk % job.num_kv_heads, merged)
+        core.start_merge(job, merged)
+        core.take_in_sinks(job, place, chunk % job.num_kv_heads, merged)
         first, last = core.visible_range(job, place)
         for split in range(first // SPLIT_TOKENS, last // SPLIT_TOKENS + 1):
             core.merge_partial(job, place, _partial(job, chunk, split), merged, scratch + job.factors_offset)

@@ -13,8 +13,8 @@ from typing import Any
 
 from colibri_mp.client import Cluster
 from colibri_mp.errors import ColibriError
+from colibri_mp.interruption import Interruption
 from colibri_mp.script.definition import Script
-from colibri_mp.script.interruption import Interruption
 from colibri_mp.script.play import Play
 from colibri_mp.script.progress import Progress
 from colibri_mp.script.runner import Runner, make_plays

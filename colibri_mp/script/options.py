@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from colibri_mp.errors import RequestError
-from colibri_mp.messages import Generate, Sampling
+from colibri_mp.messages import Constraint, Generate, Sampling
 from colibri_mp.sampling import resolve
 from colibri_mp.script.section import Section, one_or_more, text, whole
 
@@ -47,12 +47,20 @@ def _type_check(kind: Any) -> Callable[[Any], Any]:
     return lambda value: _convert(value, kind)
 
 
+def _constraint(value: Any) -> Constraint:
+    if isinstance(value, dict) and not value.keys() <= set(Constraint.__struct_fields__):
+        raise ValueError(f"has the keys kind and text, not {', '.join(value)}")
+    found: Constraint = _convert(value, Constraint)
+    return found
+
+
 _SAMPLING_TYPES = typing.get_type_hints(Sampling)
 _REQUEST_TYPES = typing.get_type_hints(Generate)
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "max_tokens": whole(1),
     "stop": one_or_more(text),
     "ignore_eos": _type_check(_REQUEST_TYPES["ignore_eos"]),
-    **{name: _type_check(_REQUEST_TYPES[name]) for name in ("stop_ids", "constraint") if name in _REQUEST_TYPES},
+    "stop_ids": _type_check(_REQUEST_TYPES["stop_ids"]),
+    "constraint": _constraint,
     **{name: _sampling_check(name, kind) for name, kind in _SAMPLING_TYPES.items() if name != "seed"},
 }

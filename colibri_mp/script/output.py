@@ -6,6 +6,7 @@ The folder is the user's alone (0700, files 0600): transcripts are what people h
 import json
 import re
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,11 @@ class Output:
             if found and int(found[1]) > self._num_transcripts:
                 other.unlink(missing_ok=True)
         return path
+
+    def remove_if_empty(self) -> None:
+        """Nothing came of it: leave no empty folder."""
+        with suppress(OSError):
+            self.folder.rmdir()
 
     def _write(self, path: Path, content: bytes) -> None:
         try:

@@ -14,6 +14,7 @@ from colibri_mp.script.runner import Listener
 
 _REFRESH_S = 0.125
 _MOST_ROWS = 12
+_MOST_CHARACTERS = 60
 
 
 class Progress(Listener, Protocol):
@@ -127,8 +128,12 @@ class _LiveProgress:
         table.columns[3].ratio = 1
         for play, result in list(self._active.items())[:_MOST_ROWS]:
             count = f"{len(play.results) + 1}/{len(play.session.turns)}"
-            says = Text((result.text if result else "")[-200:].replace("\n", " "), overflow="ellipsis", no_wrap=True)
-            table.add_row(
-                play.label, count, str(len(result.token_ids) if result else 0), Text(str(says)[-60:], no_wrap=True)
-            )
+            says = Text(_tail(result), no_wrap=True)
+            table.add_row(play.label, count, str(len(result.token_ids) if result else 0), says)
         return table
+
+
+def _tail(result: TurnResult | None) -> str:
+    """The end of an answer, in a line, without what a terminal would obey."""
+    said = result.text[-_MOST_CHARACTERS:] if result else ""
+    return "".join(char if char.isprintable() else " " for char in said)

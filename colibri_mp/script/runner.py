@@ -14,10 +14,10 @@ from typing import Protocol
 
 from colibri_mp.client import Cluster
 from colibri_mp.errors import ColibriError, ConfigError, RequestError
+from colibri_mp.interruption import Interruption
 from colibri_mp.messages import Failed, Finished, Message, Piece
 from colibri_mp.script.definition import Script, Session
 from colibri_mp.script.figures import Times
-from colibri_mp.script.interruption import Interruption
 from colibri_mp.script.placeholders import Answer
 from colibri_mp.script.play import Play, Request, TurnResult
 

@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from colibri_mp.messages import Conversation
+import msgspec
+
+from colibri_mp.messages import Constraint, Conversation
 from colibri_mp.server.anthropic_schema import (
     AnthropicTool,
     CountTokensRequest,
@@ -13,15 +15,30 @@ from colibri_mp.server.anthropic_schema import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from colibri_mp.server.errors import HttpError, unsupported
+from colibri_mp.server.errors import HttpError
+from colibri_mp.server.forced_calls import ForcedCall
 
 _PASSED_ON = ("temperature", "top_p", "top_k")
 
 
 def message_options(body: MessagesRequest) -> dict[str, Any]:
     """The options of a message."""
-    options = {name: value for name in _PASSED_ON if (value := getattr(body, name)) is not None}
+    options: dict[str, Any] = {name: value for name in _PASSED_ON if (value := getattr(body, name)) is not None}
+    if body.output_config is not None and body.output_config.format is not None:
+        options["constraint"] = Constraint(
+            "json_schema", msgspec.json.encode(body.output_config.format.schema).decode()
+        )
     return options | {"max_tokens": body.max_tokens, "stop": tuple(body.stop_sequences or ()), "progress": True}
+
+
+def forced_call(body: MessagesRequest) -> ForcedCall | None:
+    """Whether the answer has to be a call, and of what."""
+    choice = body.tool_choice
+    if choice is None or choice.type in ("auto", "none"):
+        return None
+    if (choice.name is None) != (choice.type == "any"):
+        raise HttpError(400, "tool_choice.name: needed with type tool, and only there", param="tool_choice.name")
+    return ForcedCall("tool_choice", choice.name)
 
 
 def conversation_of(body: CountTokensRequest) -> Conversation:
@@ -29,8 +46,6 @@ def conversation_of(body: CountTokensRequest) -> Conversation:
     messages = [{"role": "system", "content": _joined(body.system)}] if body.system else []
     for idx, message in enumerate(body.messages):
         messages += _turn(message, f"messages.{idx}")
-    if body.tool_choice and body.tool_choice.type not in ("auto", "none"):
-        raise unsupported("tool_choice", "only auto and none: calls are not forced")
     uses_tools = body.tools and not (body.tool_choice and body.tool_choice.type == "none")
     if body.messages[-1].role == "assistant":
         raise HttpError(

@@ -70,7 +70,7 @@ def from_colibri(error: ColibriError) -> HttpError:
             return HttpError(400, str(error), code="invalid_request")
         case "overloaded":
             return HttpError(429, str(error))
-        case "read" | "worker_died" | "coordinator_died":
+        case "read" | "worker_died" | "coordinator_died" | "error":  # the last: the cluster is stopping
             return HttpError(503, str(error))
         case _:
             return HttpError(500, str(error), code=error.kind)

@@ -4,8 +4,9 @@ from typing import Any
 
 import msgspec
 
-from colibri_mp.messages import Conversation
+from colibri_mp.messages import Constraint, Conversation
 from colibri_mp.server.errors import HttpError, unsupported
+from colibri_mp.server.forced_calls import ForcedCall
 from colibri_mp.server.openai_schema import (
     LARGEST_INT,
     AssistantMessage,
@@ -14,9 +15,11 @@ from colibri_mp.server.openai_schema import (
     CompletionRequest,
     Content,
     DeveloperMessage,
+    FunctionName,
     GenerationRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
+    NamedChoice,
     RefusalPart,
     TextPart,
     Tool,
@@ -42,9 +45,9 @@ def options_of(body: GenerationRequest, max_tokens: int) -> dict[str, Any]:
     if body.guided_regex is not None and body.guided_grammar is not None:
         raise HttpError(400, "guided_regex and guided_grammar exclude each other", param="guided_grammar")
     if body.guided_regex is not None:
-        options["constraint"] = _constraint("guided_regex", "regex", body.guided_regex)
+        options["constraint"] = Constraint("regex", body.guided_regex)
     if body.guided_grammar is not None:
-        options["constraint"] = _constraint("guided_grammar", "grammar", body.guided_grammar)
+        options["constraint"] = Constraint("grammar", body.guided_grammar)
     if body.stream_options is not None and not body.stream:
         raise HttpError(400, "stream_options: only with stream", param="stream_options")
     return options
@@ -82,8 +85,6 @@ def chat_options(body: ChatRequest, default_tokens: int) -> dict[str, Any]:
 
 def chat_conversation(body: ChatRequest) -> Conversation:
     """The conversation of a chat."""
-    if body.tool_choice is not None and body.tool_choice not in ("none", "auto"):
-        raise unsupported("tool_choice", "only auto and none: calls are not forced")
     return Conversation(
         [_message(message, f"messages[{idx}]") for idx, message in enumerate(body.messages)],
         tools=tools_of(body.tools) if body.tools and body.tool_choice != "none" else None,
@@ -169,8 +170,15 @@ def _tool_call(call: ToolCall, where: str) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
-def _constraint(field: str, kind: str, _text: str) -> Any:
-    raise unsupported(field, f"constrained decoding ({kind}) is not supported")
+def forced_call(body: ChatRequest) -> ForcedCall | None:
+    """Whether the answer has to be a call, and of what."""
+    match body.tool_choice:
+        case None | "none" | "auto":
+            return None
+        case NamedChoice(function=FunctionName(name=name)):
+            return ForcedCall("tool_choice", name)
+        case _:
+            return ForcedCall("tool_choice", None)
 
 
 def _template_options(body: ChatRequest) -> dict[str, Any]:
@@ -182,12 +190,12 @@ def _template_options(body: ChatRequest) -> dict[str, Any]:
     return options
 
 
-def _response_format(body: ChatRequest) -> Any:
+def _response_format(body: ChatRequest) -> Constraint | None:
     match body.response_format:
         case JsonObjectFormat():
-            return _constraint("response_format", "json_object", "")
+            return Constraint("json_object")
         case JsonSchemaFormat(json_schema=wanted):
-            return _constraint("response_format", "json_schema", msgspec.json.encode(wanted.schema).decode())
+            return Constraint("json_schema", msgspec.json.encode(wanted.schema).decode())
         case _:
             return None
 

@@ -8,10 +8,12 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from colibri_mp.errors import RequestError
 from colibri_mp.messages import Conversation
 from colibri_mp.server.errors import HttpError
+from colibri_mp.server.forced_calls import ForcedCall, check_free
 from colibri_mp.server.view import Model
 from colibri_mp.tokenizer import Tokenizer
 from colibri_mp.tool_calls import OutputParser
@@ -25,6 +27,21 @@ class ChatPrompt:
     tokenizer: Tokenizer
     text: str
     ids: list[int]
+
+    def constrained(self, options: dict[str, Any], forced: ForcedCall | None) -> dict[str, Any]:
+        """The options with the constraint of a forced call.
+
+        Raises:
+            HttpError: constraints that exclude each other or the prompt.
+        """
+        tools = self.conversation.tools
+        if forced is not None:
+            if "constraint" in options:
+                raise HttpError(400, f"{forced.field}: the answer cannot have another form as well", param=forced.field)
+            options = {**options, "constraint": forced.constraint(tools, self.tokenizer.chat_template(bool(tools)))}
+        if "constraint" in options:
+            check_free(self.text, "tool_choice" if forced else "response_format")
+        return options
 
     def parser(self, id_prefix: str = "call_") -> OutputParser:
         """A parser for an answer; its calls have ids that begin so."""

@@ -41,6 +41,7 @@ async def chat_completions(request: Request) -> Response:
     model = hub.model(body.model)
     options = openai_questions.chat_options(body, hub.config.max_tokens)
     prompt = await chat_prompt(model, openai_questions.chat_conversation(body))
+    options = prompt.constrained(options, openai_questions.forced_call(body))
     turn = hub.turn(request, "chatcmpl-", openai_questions.choices([Question(prompt.ids, options)], body))
     parsers = [prompt.parser() for _ in turn.questions]
     form = ChatForm(turn, model, body.stream_options, parsers, bool(body.logprobs))
@@ -92,6 +93,7 @@ async def messages(request: Request) -> Response:
     model = hub.model(body.model)
     options = anthropic_questions.message_options(body)
     prompt = await chat_prompt(model, anthropic_questions.conversation_of(body))
+    options = prompt.constrained(options, anthropic_questions.forced_call(body))
     turn = hub.turn(request, "msg_", [Question(prompt.ids, options)])
     form = MessageForm(turn, model, prompt.parser("toolu_"), len(prompt.ids))
     return await hub.answer(request, turn, form, bool(body.stream))

@@ -1,7 +1,6 @@
 """The built-in model, as a user has it: text of the kinds asked for, chat, stops, and the reference engines' tokens."""
 
 import hashlib
-import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 from colibri_mp import Cluster
-from colibri_mp.chat import Chat
 from colibri_mp.checkpoint.hub import resolve
 from colibri_mp.errors import RequestError
 from colibri_mp.memory import process_bytes
@@ -117,21 +115,6 @@ def test_streamed_characters_are_whole(cluster: Cluster) -> None:
         if not isinstance(event, Finished):
             assert not event.text.endswith("\ufffd")
     assert len(text) > 50
-
-
-def test_chat_from_a_pipe(cluster: Cluster) -> None:
-    """One message a line, commands, answers in between; the history is part of the next prompt until /reset."""
-    source = io.StringIO(
-        "Define: river\n/stats\nDefine: sea\n/stats\n/reset\nDefine: sea\n/stats\n/nonsense\n/exit\nnever read\n"
-    )
-    out = io.StringIO()
-    Chat(cluster, {"max_tokens": 40, "temperature": 0.0}, None).run(source, out)
-    stats = [json.loads(line) for line in out.getvalue().splitlines() if line.startswith("{")]
-    first, second, third = (entry["prompt_tokens"] for entry in stats)
-    assert first < second
-    assert third < second
-    assert "unknown command /nonsense" in out.getvalue()
-    assert source.read() == "never read\n"
 
 
 def test_memory_stays_within_the_budget() -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conversion import made
 
 from colibri_mp import Cluster
 from colibri_mp.checkpoint.source import Checkpoint
@@ -84,6 +85,18 @@ def test_flipped_bytes_are_refused_by_name(checked: Path) -> None:
     assert f"layer {layer}, expert 0" in again.stderr
     with Cluster.launch(model, **SETTINGS, verify="off") as cluster:
         assert cluster.generate(PROMPT, max_tokens=2).finish_reason == "length"
+
+
+def test_flipped_bytes_of_a_container_are_refused_by_name(tmp_path: Path) -> None:
+    """Its own checksums find them, without any preparation."""
+    made(MODEL, tmp_path / "container")
+    layer = flip_all(tmp_path / "container", 2)
+    with Cluster.launch(tmp_path / "container", **SETTINGS) as cluster:
+        with pytest.raises(
+            ReadError, match=rf"layer {layer}, expert \d+, at offset \d+ of .*experts-0000{layer}.* checksum"
+        ):
+            cluster.generate(PROMPT, max_tokens=2)
+        assert cluster.stats()["state"] == "serving"
 
 
 def test_second_copy_stands_in(model: Path, tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from colibri_mp import Cluster
+from colibri_mp.interruption import Interruption
 from colibri_mp.script.checking import read_script
-from colibri_mp.script.interruption import Interruption
 from colibri_mp.script.play import Play, TurnResult
 from colibri_mp.script.runner import Runner, make_plays
 from colibri_mp.script.transcript import transcript

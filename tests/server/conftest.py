@@ -12,3 +12,10 @@ def server(run_folder: Path) -> Iterator[LiveServer]:
     """The built-in model behind HTTP."""
     with serving() as running:
         yield running
+
+
+@pytest.fixture(scope="package")
+def strict_server(run_folder: Path) -> Iterator[LiveServer]:
+    """One that has little patience, with slow clients and with its cluster."""
+    with serving("--stall", "1", "--timeout", "0.5") as running:
+        yield running

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import LiveServer, chat, listening, serving
+from live_server import LiveServer, chat, listening
 
 JSON = {"content-type": "application/json"}
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens")
@@ -176,25 +176,24 @@ def test_endless_head(server: LiveServer, client: httpx.Client) -> None:
         )
 
 
-def test_slow_senders_are_cut_off() -> None:
+def test_slow_senders_are_cut_off(strict_server: LiveServer) -> None:
     """A head, or a body, that does not come in time ends the connection; others are served meanwhile."""
-    with serving("--timeout", "0.5") as server:
-        host, port = server.url.removeprefix("http://").split(":")
-        slow = [socket.create_connection((host, int(port)), timeout=20) for _ in range(30)]
-        started = time.monotonic()
-        for idx, connection in enumerate(slow):
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-            body = b"content-type: application/json\r\ncontent-length: 100\r\n\r\n{"
-            connection.sendall(head + body if idx % 2 else head)
-        with server.client() as client:
-            assert client.post("/v1/chat/completions", json=chat()).status_code == 200
-        for idx, connection in enumerate(slow):
-            answer = connection.recv(65536) if idx % 2 else b""
-            assert not idx % 2 or answer.startswith(b"HTTP/1.1 408 ")
-            while connection.recv(65536):
-                pass
-            connection.close()
-        assert time.monotonic() - started < 15
+    host, port = strict_server.url.removeprefix("http://").split(":")
+    slow = [socket.create_connection((host, int(port)), timeout=20) for _ in range(30)]
+    started = time.monotonic()
+    for idx, connection in enumerate(slow):
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        body = b"content-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+        connection.sendall(head + body if idx % 2 else head)
+    with strict_server.client() as client:
+        assert client.post("/v1/chat/completions", json=chat()).status_code == 200
+    for idx, connection in enumerate(slow):
+        answer = connection.recv(65536) if idx % 2 else b""
+        assert not idx % 2 or answer.startswith(b"HTTP/1.1 408 ")
+        while connection.recv(65536):
+            pass
+        connection.close()
+    assert time.monotonic() - started < 15
 
 
 def test_key(tmp_path: Any) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from colibri_mp.errors import ConfigError
+from colibri_mp.messages import Constraint
 from colibri_mp.script.checking import read_script
 from colibri_mp.script.definition import Script
 from colibri_mp.script.placeholders import Answer, Repeat, parse
@@ -65,7 +66,7 @@ def test_everything_a_file_may_say(tmp_path: Path) -> None:
         delay_s = 0.5
         history = false
         max_tokens = 3
-        turns = [[1, 2], { ids = [3], stop_ids = [7] }]
+        turns = [[1, 2], { ids = [3], logit_bias = { 7 = -1.5 }, constraint = { kind = "regex", text = "a+" } }]
         """,
     )
     anna, ben = script.sessions
@@ -86,7 +87,9 @@ def test_everything_a_file_may_say(tmp_path: Path) -> None:
     ] == list("abc")
     assert (ben.form, ben.after, ben.delay_s, ben.history) == ("ids", ("anna",), 0.5, False)
     assert ben.turns[0].ids == (1, 2)
-    assert ben.turns[1].options == {"temperature": 1, "stop": ("END",), "max_tokens": 3, "stop_ids": (7,)}
+    assert ben.turns[1].options == {
+        "temperature": 1, "stop": ("END",), "max_tokens": 3, "logit_bias": {7: -1.5}, "constraint": Constraint("regex", "a+"),
+    }  # fmt: skip
 
 
 def test_jsonl_says_the_same_as_toml(tmp_path: Path) -> None:
@@ -124,6 +127,9 @@ def test_jsonl_says_the_same_as_toml(tmp_path: Path) -> None:
         (GOOD + "temperature = 'hot'\n", "session 'anna', temperature: expected float, got str, and this is 'hot'"),
         (GOOD + "top_p = 2\n", "session 'anna', top_p: must be in (0, 1], not 2"),
         (GOOD + "max_tokens = 0\n", "session 'anna', max_tokens: must be an integer of at least 1, not 0"),
+        (GOOD + "constraint = { kind = 'regx', text = 'a' }\n", "session 'anna', constraint: Invalid enum value 'regx'"),
+        (GOOD + "constraint = { kind = 'regex', txt = 'a' }\n", "constraint: has the keys kind and text, not kind, txt"),
+        (GOOD + "logit_bias = { a = 1 }\n", "session 'anna', logit_bias: expected int, got str"),
         (GOOD + "stop = ''\n", "session 'anna', stop: must be a text that is not empty"),
         (GOOD + "repeat = true\n", "session 'anna', repeat: must be an integer"),
         (GOOD + "after = 'ann'\n", "session 'anna', after: there is no session 'ann'; did you mean 'anna'?"),

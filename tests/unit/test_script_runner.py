@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from colibri_mp.errors import CoordinatorDied, RequestError
+from colibri_mp.interruption import Interruption
 from colibri_mp.messages import Conversation, Failed, Finished, Message, Piece
 from colibri_mp.script.checking import read_script
-from colibri_mp.script.interruption import Interruption
 from colibri_mp.script.play import Play, TurnResult
 from colibri_mp.script.runner import Runner, make_plays
 from colibri_mp.script.transcript import transcript
