@@ -70,6 +70,9 @@ class LaunchConfig:
     ctx: int = _setting(
         0, "tokens of context that KV memory is reserved for (0: chosen, and said)", least=0, metavar="TOKENS"
     )
+    kv_bits: int = _setting(
+        32, "bits of a number in the KV cache: 32 exact, 8 a quarter of the memory (lossy)", choices=(32, 8)
+    )
     prefix_cache: Literal["on", "off"] = _setting(
         "on",
         "keep the KV of what was computed until its memory is needed, and share it between requests that begin alike",

@@ -37,7 +37,8 @@ from colibri_mp.kernels import isa
 from colibri_mp.kernels.attention import AttentionStage, Batch
 from colibri_mp.kernels.block import BlockStage
 from colibri_mp.kernels.head import HeadStage
-from colibri_mp.kernels.kv_cache import KVCache, num_blocks_for
+from colibri_mp.kernels.kv_cache import num_blocks_for
+from colibri_mp.kernels.kv_cache8 import CACHES
 from colibri_mp.kernels.layout import gather_rows
 from colibri_mp.kernels.norm import rms_norm
 from colibri_mp.kernels.resident_expert import ResidentExpert
@@ -102,11 +103,13 @@ class Coordinator:
         self._counting = threading.Lock()
         attention = model.attention
         max_rows = plan.prefill_chunk
-        self.kv = KVCache(
+        self.kv = CACHES[config.kv_bits](
             len(model.layers), num_blocks_for(plan.ctx_tokens), attention.num_kv_heads, attention.head_dim
         )
         self._rope = rope_tables(model.rope, plan.ctx_tokens)
-        self._attention = AttentionStage(team, attention, self._rope, max_rows, plan.ctx_tokens, config.planes)
+        self._attention = AttentionStage(
+            team, attention, self._rope, max_rows, plan.ctx_tokens, config.planes, config.kv_bits
+        )
         self._may_drop = model.router.top_p < 1
         router = RouterStage(team, model.router, model.hidden, model.norm_eps, max_rows)
         self._block = BlockStage(team, self._attention, router)
@@ -267,13 +270,12 @@ class Coordinator:
 
     def kv_identity(self) -> dict[str, Any]:
         """Everything but the tokens that the values in the KV cache depend on, JSON-compatible."""
-        router = self.model.router
         return {
             "fingerprint": self.checkpoint.fingerprint,
             "isa": isa.current().value,
             "planes": self._planes,
-            "top_k": router.top_k,
-            "top_p": router.top_p,
+            "kv_bits": self.kv.bits,
+            "lossy": list(self.lossy),
         }
 
     # -- reports -------------------------------------------------------------------------------------------------------

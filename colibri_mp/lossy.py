@@ -45,6 +45,8 @@ def lossy_options(model: ModelSpec, config: LaunchConfig) -> tuple[str, ...]:
         options.append(f"--expert-bits {config.expert_bits} (stored are {', '.join(kinds)})")
     if config.planes == 1:
         options.append("--planes 1")
+    if config.kv_bits < 32:
+        options.append(f"--kv-bits {config.kv_bits}")
     return tuple(options)
 
 

@@ -15,7 +15,8 @@ from colibri_mp.config import LaunchConfig
 from colibri_mp.kernels import expert
 from colibri_mp.kernels.attention import AttentionStage
 from colibri_mp.kernels.head import HeadStage
-from colibri_mp.kernels.kv_cache import KVCache, num_blocks_for
+from colibri_mp.kernels.kv_cache import num_blocks_for
+from colibri_mp.kernels.kv_cache8 import CACHES
 from colibri_mp.kernels.layout import packed_bytes
 from colibri_mp.kernels.resident_expert import ResidentExpert
 from colibri_mp.kernels.rope import RopeTables
@@ -51,10 +52,10 @@ def max_logit_rows(vocab_size: int, prefill_chunk: int) -> int:
     return max(1, min(prefill_chunk, LOGITS_BYTES // (4 * vocab_size)))
 
 
-def kv_bytes(model: ModelSpec, num_tokens: int) -> int:
-    """Bytes of the KV cache for `num_tokens` positions, all layers."""
+def kv_bytes(model: ModelSpec, num_tokens: int, bits: int) -> int:
+    """Bytes of the KV cache for `num_tokens` positions, all layers; `bits`: see `kernels.kv_cache8`."""
     spec = model.attention
-    return KVCache.nbytes(len(model.layers), num_blocks_for(num_tokens), spec.num_kv_heads, spec.head_dim)
+    return CACHES[bits].nbytes(len(model.layers), num_blocks_for(num_tokens), spec.num_kv_heads, spec.head_dim)
 
 
 def resident_bytes(model: ModelSpec) -> int:
@@ -106,7 +107,9 @@ class Sizes:
             yield from self.worker_terms(worker_id, group)
         yield Term("coordinator", f"scratch, {self.chunk} rows a step", self.coordinator_scratch())
         yield Term("coordinator", f"logits, {rows} rows a step", self.logits())
-        yield Term("coordinator", f"KV cache, {self.ctx_tokens} tokens", kv_bytes(self.model, self.ctx_tokens))
+        bits = self.config.kv_bits
+        name = f"KV cache, {self.ctx_tokens} tokens" + (f" in {bits} bits" if bits != 32 else "")
+        yield Term("coordinator", name, kv_bytes(self.model, self.ctx_tokens, bits))
 
     def worker_terms(self, worker_id: int, group: Sequence[ExpertLayer]) -> Iterator[Term]:
         """A worker's terms but its pool."""

@@ -272,7 +272,7 @@ def _context(model: ModelSpec, config: LaunchConfig, budget_bytes: int) -> tuple
         raise ConfigError(f"--ctx {config.ctx} is more than the model's context of {model.max_context} tokens")
     if config.ctx:
         return config.ctx, ""
-    per_token = kv_bytes(model, BLOCK_TOKENS) / BLOCK_TOKENS
+    per_token = kv_bytes(model, BLOCK_TOKENS, config.kv_bits) / BLOCK_TOKENS
     affordable = int(budget_bytes * _AUTO_CTX_SHARE / per_token) // BLOCK_TOKENS * BLOCK_TOKENS
     chosen = min(model.max_context, _AUTO_CTX_TOKENS, max(affordable, _LEAST_AUTO_CTX_TOKENS))
     return chosen, (

@@ -20,7 +20,8 @@ from colibri_mp.kernels.attention_plan import PLACE, PLAN
 from colibri_mp.kernels.attention_rows import NORM_FULL, NORM_HEAD, NORM_NONE
 from colibri_mp.kernels.attention_stage import FRAME, STEP_FIELDS
 from colibri_mp.kernels.attention_tiles import SCORE_STRIDE, SPLIT_TOKENS
-from colibri_mp.kernels.kv_cache import KVCache, padded_head_dim, tile_floats
+from colibri_mp.kernels.kv_cache import BLOCK_TOKENS, KVCache, padded_head_dim
+from colibri_mp.kernels.kv_cache8 import CACHES
 from colibri_mp.kernels.layout import num_blocks
 from colibri_mp.kernels.linear import DEFAULT_PLANES, describe, row_table
 from colibri_mp.kernels.rope import RopeTables
@@ -45,7 +46,7 @@ _QK_NORM = {"none": NORM_NONE, "head": NORM_HEAD, "full": NORM_FULL}
 class AttentionStage:
     """Attention of one shape, with its scratch memory; for all layers of that shape, one call at a time.
 
-    `planes`: see `linear`. Weights met in a call are kept (a few kB each) until the stage goes.
+    `planes`: see `linear`; `kv_bits`: of the caches, see `kv_cache8`. Weights met in a call are kept (a few kB each) until the stage goes.
     """
 
     def __init__(
@@ -56,11 +57,12 @@ class AttentionStage:
         max_tokens: int,
         max_context: int,
         planes: int = DEFAULT_PLANES,
+        kv_bits: int = 32,
     ) -> None:
         assert tables.cos.shape[0] >= max_context
         assert tables.rotary_dim <= spec.head_dim
         self.spec, self.max_tokens, self.max_context = spec, max_tokens, max_context
-        self._team, self._tables, self._planes = team, tables, planes
+        self._team, self._tables, self._planes, self._kv_bits = team, tables, planes, kv_bits
         self._sizes = _Sizes(spec, max_context, team.num_threads)
         self._rows_a_place = max(1, self._sizes.max_queries // spec.group_size)
         self._activations = {name: _Rows(max_tokens, width) for name, width in self._sizes.widths.items()}
@@ -108,7 +110,8 @@ class AttentionStage:
         """The step fields of a batch, the same for all layers; its places are left in `self._places`."""
         if self._planned is None or self._planned[0] is not batch or self._planned[1] is not kv:
             assert 1 <= batch.positions.size <= self.max_tokens
-            assert (kv.num_kv_heads, kv.head_dim) == (self.spec.num_kv_heads, self.spec.head_dim)
+            spec = self.spec
+            assert (kv.num_kv_heads, kv.head_dim, kv.bits) == (spec.num_kv_heads, spec.head_dim, self._kv_bits)
             self._planned = None  # the places are overwritten, even should that fail
             self._planned = (batch, kv, self._cut_to_places(batch, kv))
         return self._planned[2]
@@ -196,7 +199,12 @@ class AttentionStage:
         frame["rotary_half"] = self._tables.rotary_dim // 2
         frame["eps"], frame["clip"] = spec.norm_eps, spec.clip_qkv or 0.0
         frame["qk_norm"], frame["window"] = _QK_NORM[spec.qk_norm], spec.window or _NO_WINDOW
-        frame["tile_bytes"], frame["values_offset"] = 4 * tile_floats(spec.head_dim), 64 * spec.head_dim
+        layout = CACHES[self._kv_bits]
+        frame["tile_bytes"], frame["values_offset"] = (
+            layout.tile_bytes(spec.head_dim),
+            layout.values_offset(spec.head_dim),
+        )
+        frame["kv_bits"], frame["part_bytes"] = self._kv_bits, BLOCK_TOKENS * 16 * self._kv_bits // 8
         frame["scratch"], frame["num_scratches"] = self._scratch.ctypes.data, self._team.num_threads
         frame["places"], frame["partials"] = self._places.ctypes.data, self._partials.ctypes.data
         return frame

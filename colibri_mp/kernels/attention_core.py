@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from colibri_mp.kernels.attention_tiles import SCORE_STRIDE, SPLIT_TOKENS, WIDTHS, mix_tile, score_tile
+from colibri_mp.kernels.attention_tiles8 import mix_tile8, score_tile8
 from colibri_mp.kernels.jit import compiled
 from colibri_mp.kernels.norm import store_up_to16
 from colibri_mp.kernels.vectors import (
@@ -115,7 +116,10 @@ def _score(job: Any, place: Any, kv_head: int, tile: int, end_tile: int, first_t
     for group in range(place.num_groups):
         queries = scratch + group * job.head_dim * place.width * 4
         group_scores = scores + group * place.width * SCORE_STRIDE * 4
-        _score_group(place.width, queries, keys, group_scores, job.head_dim, next_keys)
+        if job.kv_bits == 8:
+            _score_group8(place.width, queries, keys, group_scores, job.head_dim, next_keys)
+        else:
+            _score_group(place.width, queries, keys, group_scores, job.head_dim, next_keys)
     start = tile * TILE_TOKENS
     if start + TILE_TOKENS - 1 > place.position or start <= place.position + place.num_rows - 1 - job.window:
         for query in range(place.num_queries):
@@ -131,6 +135,16 @@ def _score_group(width: int, queries: int, keys: int, scores: int, head_dim: int
         score_tile(queries, keys, scores, head_dim, next_keys, 4)
     elif LARGEST_WIDTH > 4:
         score_tile(queries, keys, scores, head_dim, next_keys, LARGEST_WIDTH)
+
+
+@compiled
+def _score_group8(width: int, queries: int, keys: int, scores: int, head_dim: int, next_keys: int) -> None:
+    if width == 1:
+        score_tile8(queries, keys, scores, head_dim, next_keys, 1)
+    elif width == 4:
+        score_tile8(queries, keys, scores, head_dim, next_keys, 4)
+    elif LARGEST_WIDTH > 4:
+        score_tile8(queries, keys, scores, head_dim, next_keys, LARGEST_WIDTH)
 
 
 @compiled
@@ -176,11 +190,15 @@ def _mix(job: Any, place: Any, kv_head: int, tile: int, first_tile: int, scores:
     next_values = tile_address(job, place, kv_head, following) + job.values_offset
     weights = scores + (tile - first_tile) * _VECTOR_BYTES
     for part in range(job.value_parts):
-        part_bytes = part * TILE_TOKENS * _VECTOR_BYTES
+        here, following_here = values + part * job.part_bytes, next_values + part * job.part_bytes
         for group in range(place.num_groups):
             sums = partial + (group * job.value_parts + part) * place.width * _VECTOR_BYTES
             group_weights = weights + group * place.width * SCORE_STRIDE * 4
-            _mix_group(place.width, group_weights, values + part_bytes, sums, num_positions, next_values + part_bytes)
+            if job.kv_bits == 8:
+                scales = values + job.value_parts * job.part_bytes
+                _mix_group8(place.width, group_weights, here, scales, sums, num_positions, following_here)
+            else:
+                _mix_group(place.width, group_weights, here, sums, num_positions, following_here)
 
 
 @compiled
@@ -191,6 +209,18 @@ def _mix_group(width: int, weights: int, values: int, sums: int, num_positions: 
         mix_tile(weights, values, sums, num_positions, next_values, 4)
     elif LARGEST_WIDTH > 4:
         mix_tile(weights, values, sums, num_positions, next_values, LARGEST_WIDTH)
+
+
+@compiled
+def _mix_group8(
+    width: int, weights: int, values: int, scales: int, sums: int, num_positions: int, next_values: int
+) -> None:
+    if width == 1:
+        mix_tile8(weights, values, scales, sums, num_positions, next_values, 1)
+    elif width == 4:
+        mix_tile8(weights, values, scales, sums, num_positions, next_values, 4)
+    elif LARGEST_WIDTH > 4:
+        mix_tile8(weights, values, scales, sums, num_positions, next_values, LARGEST_WIDTH)
 
 
 @compiled

@@ -4,9 +4,10 @@ from typing import Any
 
 import numpy as np
 
+from colibri_mp.kernels.attention_tiles8 import set_code
 from colibri_mp.kernels.jit import compiled
 from colibri_mp.kernels.norm import load_up_to16, rms_norm_row, store_up_to16
-from colibri_mp.kernels.vectors import get_f32, get_i32, max16, min16, set_f32, splat16, store16
+from colibri_mp.kernels.vectors import abs16, get_f32, get_i32, largest16, max16, min16, set_f32, splat16, store16
 
 NORM_NONE, NORM_HEAD, NORM_FULL = 0, 1, 2
 """`job.qk_norm`"""
@@ -65,13 +66,50 @@ def _turn_head(head: int, cos: int, sin: int, half: int) -> None:
 
 @compiled
 def store_in_cache(job: Any, t: int, position: int, k: int, v: int) -> None:
-    """Scatter a token's keys and values to their tiles (layout: `kv_cache`)."""
+    """Scatter a token's keys and values to their tiles (layout: `kv_cache`, `kv_cache8`)."""
     lane = position % 16
     block = get_i32(job.block_table + (get_i32(job.sequences + 4 * t) * job.max_blocks + position // 16) * 4)
     for head in range(job.num_kv_heads):
         tile = job.kv_layer + (block * job.num_kv_heads + head) * job.tile_bytes
-        for d in range(job.head_dim):
-            set_f32(tile + (d * 16 + lane) * 4, get_f32(k + (head * job.head_dim + d) * 4))
-        for d in range(0, job.head_dim, 16):
-            value = load_up_to16(v + (head * job.head_dim + d) * 4, job.head_dim - d)
-            store16(tile + job.values_offset + (d + lane) * 64, value)
+        key, value = k + head * job.head_dim * 4, v + head * job.head_dim * 4
+        if job.kv_bits == 8:
+            _store_codes(job, tile, lane, key, value)
+        else:
+            _store_floats(job, tile, lane, key, value)
+
+
+@compiled
+def _store_floats(job: Any, tile: int, lane: int, key: int, value: int) -> None:
+    for d in range(job.head_dim):
+        set_f32(tile + (d * 16 + lane) * 4, get_f32(key + d * 4))
+    for d in range(0, job.head_dim, 16):
+        store16(tile + job.values_offset + (d + lane) * 64, load_up_to16(value + d * 4, job.head_dim - d))
+
+
+@compiled
+def _store_codes(job: Any, tile: int, lane: int, key: int, value: int) -> None:
+    largest = _largest_of(key, job.head_dim)
+    inverse = _inverse_scale(largest)
+    for d in range(job.head_dim):
+        set_code(tile + d * 16 + lane, get_f32(key + d * 4) * inverse)
+    set_f32(tile + job.head_dim * 16 + lane * 4, largest / np.float32(127.0))
+    values = tile + job.values_offset
+    largest = _largest_of(value, job.head_dim)
+    inverse = _inverse_scale(largest)
+    for d in range(job.head_dim):
+        set_code(values + (d // 16 * 16 + lane) * 16 + d % 16, get_f32(value + d * 4) * inverse)
+    set_f32(values + job.value_parts * job.part_bytes + lane * 4, largest / np.float32(127.0))
+
+
+@compiled
+def _largest_of(row: int, width: int) -> np.float32:
+    """The greatest absolute value."""
+    largest = splat16(np.float32(0.0))
+    for i in range(0, width, 16):
+        largest = max16(largest, abs16(load_up_to16(row + 4 * i, width - i)))
+    return largest16(largest)  # type: ignore[no-any-return]  # compiled code
+
+
+@compiled
+def _inverse_scale(largest: np.float32) -> np.float32:
+    return np.float32(127.0) / largest if largest > np.float32(0.0) else np.float32(0.0)

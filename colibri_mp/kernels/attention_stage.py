@@ -51,7 +51,7 @@ _ROW_FIELDS = (
 )
 """`*_rows`: tables of output rows, `*_xs`: of prepared rows (see `linear`)."""
 _CORE_FIELDS = (
-    *("places", "tile_bytes", "values_offset", "value_parts", "max_queries", "largest_offset"),
+    *("places", "kv_bits", "tile_bytes", "values_offset", "part_bytes", "value_parts", "max_queries", "largest_offset"),
     *("scores_offset", "partial_offset", "merged_offset", "factors_offset"),
     *("scratch", "scratch_bytes", "num_scratches", "partials", "partial_bytes"),
 )

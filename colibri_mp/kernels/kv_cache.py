@@ -1,4 +1,4 @@
-"""The paged key-value cache: float32, blocks of 16 positions, laid out for vectors.
+"""The paged key-value cache: float32 (in 8 bits: `kv_cache8`), blocks of 16 positions, laid out for vectors.
 
 A *block* holds BLOCK_TOKENS positions of one sequence for all layers and key-value heads of a worker. For one layer, block and
 head there is one *tile* of consecutive floats (P = head_dim rounded up to 16):
@@ -9,7 +9,7 @@ head there is one *tile* of consecutive floats (P = head_dim rounded up to 16):
 Which sequence owns which block is the caller's business (`Batch.block_table`); the cache only stores.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,11 +27,6 @@ def padded_head_dim(head_dim: int) -> int:
     return -(-head_dim // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
-def tile_floats(head_dim: int) -> int:
-    """float32 of one tile: one layer, one block, one key-value head."""
-    return (head_dim + padded_head_dim(head_dim)) * BLOCK_TOKENS
-
-
 def num_blocks_for(num_tokens: int) -> int:
     """Blocks that hold `num_tokens` positions."""
     return -(-num_tokens // BLOCK_TOKENS)
@@ -44,22 +39,36 @@ class KVCache:
     former owner of a block left are never read: a sequence reads positions that it has written itself.
     """
 
+    bits: ClassVar[int] = 32
+    dtype: ClassVar[np.dtype[Any]] = np.dtype(np.float32)
+
     def __init__(self, num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int) -> None:
         self.num_layers, self.num_blocks = num_layers, num_blocks
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
-        shape = (num_layers, num_blocks, num_kv_heads, tile_floats(head_dim))
+        num_bytes = self.nbytes(num_layers, num_blocks, num_kv_heads, head_dim)
         try:
-            self._memory: NDArray[np.uint8] = np.zeros(4 * int(np.prod(shape)) + 64, np.uint8)
+            self._memory: NDArray[np.uint8] = np.zeros(num_bytes + 64, np.uint8)
         except MemoryError as error:
-            raise MemoryPlanError(f"no memory for a KV cache of {4 * int(np.prod(shape))} bytes") from error
+            raise MemoryPlanError(f"no memory for a KV cache of {num_bytes} bytes") from error
         start = -self._memory.ctypes.data % 64
-        self.tiles: F32Array = self._memory[start : start + 4 * int(np.prod(shape))].view(np.float32).reshape(shape)
+        values = self._memory[start : start + num_bytes].view(self.dtype)
+        self.tiles: NDArray[Any] = values.reshape(num_layers, num_blocks, num_kv_heads, -1)
         self._address, self._layer_bytes = int(self.tiles.ctypes.data), self.tiles.strides[0]
 
     @staticmethod
-    def nbytes(num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int) -> int:
+    def tile_bytes(head_dim: int) -> int:
+        """Bytes of one tile: one layer, one block, one key-value head."""
+        return 4 * (head_dim + padded_head_dim(head_dim)) * BLOCK_TOKENS
+
+    @staticmethod
+    def values_offset(head_dim: int) -> int:
+        """Bytes of a tile before its values."""
+        return 4 * head_dim * BLOCK_TOKENS
+
+    @classmethod
+    def nbytes(cls, num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int) -> int:
         """Bytes that such a cache takes, for the memory plan."""
-        return num_layers * num_blocks * num_kv_heads * tile_floats(head_dim) * 4
+        return num_layers * num_blocks * num_kv_heads * cls.tile_bytes(head_dim)
 
     @property
     def num_tokens(self) -> int:
@@ -86,11 +95,14 @@ class KVCache:
     def write(self, layer_idx: int, block_ids: Any, start: int, keys: F32Array, values: F32Array) -> None:
         """Store keys and values, float32 [n, num_kv_heads, head_dim], at the positions from `start` on. Plain numpy, for tests."""
         for position, (key, value) in enumerate(zip(keys, values, strict=True), start):
-            block, lane = block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS
-            self._keys(layer_idx)[block, :, :, lane] = key
-            padded = np.zeros((self.num_kv_heads, padded_head_dim(self.head_dim)), np.float32)
-            padded[:, : self.head_dim] = value
-            self._values(layer_idx)[block, :, :, lane, :] = padded.reshape(self.num_kv_heads, -1, BLOCK_TOKENS)
+            self._store(layer_idx, block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS, key, value)
+
+    def _store(self, layer_idx: int, block: int, lane: int, key: F32Array, value: F32Array) -> None:
+        """One position, [num_kv_heads, head_dim] each."""
+        self._keys(layer_idx)[block, :, :, lane] = key
+        padded = np.zeros((self.num_kv_heads, padded_head_dim(self.head_dim)), np.float32)
+        padded[:, : self.head_dim] = value
+        self._values(layer_idx)[block, :, :, lane, :] = padded.reshape(self.num_kv_heads, -1, BLOCK_TOKENS)
 
     def read(self, layer_idx: int, block_ids: Any, num_tokens: int) -> tuple[F32Array, F32Array]:
         """Keys and values of the positions 0 .. num_tokens - 1, float32 [n, num_kv_heads, head_dim] copies. Plain numpy."""

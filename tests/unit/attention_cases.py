@@ -8,6 +8,7 @@ import numpy as np
 from colibri_mp.formats import Encoding
 from colibri_mp.kernels.attention import AttentionStage, AttentionWeights, Batch
 from colibri_mp.kernels.kv_cache import KVCache, num_blocks_for
+from colibri_mp.kernels.kv_cache8 import CACHES
 from colibri_mp.kernels.layout import PackedMatrix, pack, packed_bytes
 from colibri_mp.kernels.rope import RopeTables, rope_tables
 from colibri_mp.kernels.team import ThreadTeam, aligned_bytes
@@ -77,14 +78,15 @@ class Block:
     weights: AttentionWeights
     tables: RopeTables
     rng: np.random.Generator
+    kv_bits: int = 32
 
     def stage(self, team: ThreadTeam, max_tokens: int = MAX_TOKENS) -> AttentionStage:
         """The compiled stage."""
-        return AttentionStage(team, self.spec, self.tables, max_tokens, MAX_CONTEXT)
+        return AttentionStage(team, self.spec, self.tables, max_tokens, MAX_CONTEXT, kv_bits=self.kv_bits)
 
     def cache(self, num_tokens: int) -> KVCache:
         """An empty cache of two layers."""
-        return KVCache(2, num_blocks_for(num_tokens), self.spec.num_kv_heads, self.spec.head_dim)
+        return CACHES[self.kv_bits](2, num_blocks_for(num_tokens), self.spec.num_kv_heads, self.spec.head_dim)
 
     def rows(self, num_tokens: int) -> np.ndarray:
         """Random activations [T, D]."""

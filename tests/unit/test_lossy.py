@@ -38,8 +38,13 @@ def test_every_router_is_changed() -> None:
 
 def test_options_are_named_with_their_values() -> None:
     """Coarse activations are among them."""
-    config = LaunchConfig(expert_top_k=1, expert_top_p=0.6, planes=1)
-    assert lossy_options(MODEL, config) == ("--expert-top-k 1 (the model's is 2)", "--expert-top-p 0.6", "--planes 1")
+    config = LaunchConfig(expert_top_k=1, expert_top_p=0.6, planes=1, kv_bits=8)
+    assert lossy_options(MODEL, config) == (
+        "--expert-top-k 1 (the model's is 2)",
+        "--expert-top-p 0.6",
+        "--planes 1",
+        "--kv-bits 8",
+    )
 
 
 def test_help_says_lossy() -> None:
@@ -50,6 +55,7 @@ def test_help_says_lossy() -> None:
         "--expert-top-p",
         "--planes",
         "--expert-bits",
+        "--kv-bits",
     }
 
 

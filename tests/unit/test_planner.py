@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from colibri_mp.checkpoint.source import Checkpoint
 from colibri_mp.config import LaunchConfig
 from colibri_mp.errors import ConfigError, MemoryPlanError
+from colibri_mp.kernels.kv_cache8 import CACHES
 from colibri_mp.limits import Room
 from colibri_mp.models import load_model
 from colibri_mp.plan_terms import LIBRARY_BYTES, max_logit_rows, table_bytes
@@ -231,3 +232,14 @@ def test_layers_are_balanced_by_bytes() -> None:
 
     assert sizes_of([1] * 8, 4) == [[1, 1]] * 4
     assert sizes_of([1, 1, 1, 9], 2) == [[1, 1, 1], [9]]
+
+
+def test_kv_in_8_bits_is_priced_as_what_it_takes() -> None:
+    """The term of the KV cache is the size of the cache that will be made, in either width."""
+    attention = MODEL.layers[0].attention
+    for bits, kind in CACHES.items():
+        made = plan(ram="1GB", ctx=512, kv_bits=bits)
+        term = next(term for term in made.terms if term.name.startswith("KV cache, 512 tokens"))
+        cache = kind(len(MODEL.layers), 512 // 16, attention.num_kv_heads, attention.head_dim)
+        assert term.nbytes == cache.tiles.nbytes
+        assert ("8 bits" in term.name) == (bits == 8)
