@@ -124,7 +124,13 @@ class LaunchConfig:
         metavar="auto|off|FILE",
     )
     pins: float = _setting(
-        0.25, "share of the expert slots that the most used experts keep for good", least=0.0, most=0.9, metavar="SHARE"
+        0.0, "share of the expert slots that the most used experts keep for good", least=0.0, most=0.9, metavar="SHARE"
+    )
+    policy: Literal["lrfu", "lru"] = _setting(
+        "lrfu",
+        "which expert gives way: the one with the least uses, of which older ones weigh less (lrfu), or the least recently "
+        "used one (lru)",
+        choices=("lrfu", "lru"),
     )
     repin: int = _setting(
         0, "between two answers, each N tokens, give cold pins to experts that have become hot (0: never)",

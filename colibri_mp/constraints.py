@@ -5,12 +5,12 @@ first constraint) and the grammar. Masks are computed between two steps of the m
 long runs into the limits below and fails the request.
 
 References that follow each other, and rules that name each other, are worked through recursively by the library, in native code:
-their number is limited, and the thread has a stack for ten times as many. See https://github.com/guidance-ai/llguidance.
+their number is limited, and the thread has a stack for several times as many. Time grows by the square of an object's members. See https://github.com/guidance-ai/llguidance.
 """
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MOST_TEXT_BYTES = 256 * 1024
-MOST_REFERENCES = 1000
+MOST_COUNT = 1000
+"""References of a schema, members of one of its objects, rules of a grammar."""
 _STACK_BYTES = 64 << 20  # address space; pages are used as the recursion reaches them
 _MOST_INITIAL_WORK, _MOST_WORK, _MOST_STATES = 500_000, 50_000, 20_000  # in the library's units: some ms a step, 40 MB
 _JSON = {
@@ -117,7 +118,7 @@ class Constraints:
         from llguidance import LLMatcher, LLParserLimits
 
         if self._tables is None:
-            self._tables = _tables(tokenizer, self._eos_ids)
+            self._tables = make_tables(tokenizer, self._eos_ids)
         try:
             grammar = _grammar(constraint)
         except (ValueError, RecursionError) as error:
@@ -187,40 +188,41 @@ def check_size(constraint: Constraint) -> None:
     size = len(constraint.text.encode())
     if size > MOST_TEXT_BYTES:
         raise RequestError(f"the {constraint.kind} constraint has {size} bytes, at most {MOST_TEXT_BYTES} are compiled")
-    if constraint.kind == "json_object" and constraint.text:
-        raise RequestError("a json_object constraint has no text; use json_schema to say more")
-    count = _num_references(constraint)
-    if count > MOST_REFERENCES:
-        raise RequestError(
-            f"the {constraint.kind} constraint has {count} references or rules, at most {MOST_REFERENCES} are compiled"
-        )
-
-
-def _num_references(constraint: Constraint) -> int:
-    """`$ref`s of a schema; colons of a grammar, of which each rule has one."""
     match constraint.kind:
+        case "json_object" if constraint.text:
+            raise RequestError("a json_object constraint has no text; use json_schema to say more")
         case "json_schema":
-            try:
-                return sum(1 for key in _keys(json.loads(constraint.text)) if key in ("$ref", "$dynamicRef"))
-            except (ValueError, RecursionError) as error:
-                raise RequestError(
-                    f"json_schema constraint: the schema is no JSON that can be used: {error}"
-                ) from error
+            _check_schema(constraint.text)
         case "grammar":
-            return constraint.text.count(":")
-    return 0
+            _check_count(constraint.text.count(":"), "rules (colons) in the grammar")
 
 
-def _keys(value: Any) -> Iterator[str]:
-    """Every key of every object in a JSON value."""
-    pending = [value]
+def _check_schema(text: str) -> None:
+    try:
+        objects = list(_objects(json.loads(text)))
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"json_schema constraint: the schema is no JSON that can be used: {error}") from error
+    _check_count(sum(("$ref" in item) + ("$dynamicRef" in item) for _, item in objects), "references in the schema")
+    for name, item in objects:
+        if name not in ("$defs", "definitions"):
+            _check_count(len(item), f"members of {name!r} in the schema")
+
+
+def _check_count(count: int, what: str) -> None:
+    if count > MOST_COUNT:
+        raise RequestError(f"{count} {what}, at most {MOST_COUNT} are compiled")
+
+
+def _objects(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every object in a JSON value, with the name that it stands under."""
+    pending = [("", value)]
     while pending:
-        item = pending.pop()
+        name, item = pending.pop()
         if isinstance(item, dict):
-            yield from item
-            pending += item.values()
+            yield name, item
+            pending += item.items()
         elif isinstance(item, list):
-            pending += item
+            pending += ((name, part) for part in item)
 
 
 def _grammar(constraint: Constraint) -> str:
@@ -238,17 +240,44 @@ def _grammar(constraint: Constraint) -> str:
             return LLMatcher.grammar_from_lark(constraint.text)
 
 
-def _tables(tokenizer: Tokenizer, eos_ids: frozenset[int]) -> "LLTokenizer":
+class _Vocabulary:
+    """What the library asks of a tokenizer (`llguidance.TokenizerWrapper`)."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, known: Mapping[int, bytes], eos_id: int) -> None:
+        ids = range(tokenizer.vocab_size)
+        self.tokens = [known.get(token, b"<%d>" % token) for token in ids]
+        self.special_token_ids = [*tokenizer.special_ids, *(token for token in ids if token not in known)]
+        self.eos_token_id = eos_id
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        whole = text.decode() if isinstance(text, bytes) else text
+        return self._tokenizer.encode(whole, add_special_tokens=False)
+
+    @property
+    def adds_nothing(self) -> bool:
+        """Whether the tokens of a text are that text, so that they may stand in the middle of another one."""
+        return b"".join(self.tokens[token] for token in self("word, word")) == b"word, word"
+
+
+def make_tables(tokenizer: Tokenizer, eos_ids: frozenset[int]) -> "LLTokenizer":
     """The library's view of the vocabulary.
 
-    Raises:
-        RequestError: it does not know this kind of tokenizer.
-    """
-    from llguidance import LLTokenizer
+    It uses our tokenizer where that is simple enough; its own, made from tokenizer.json, takes several times the memory and time.
 
+    Raises:
+        RequestError: the library does not know this kind of tokenizer.
+    """
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    ends = sorted(token for token in eos_ids if token < tokenizer.vocab_size)
+    known = tokenizer.token_bytes()
     try:
-        known = sorted(token for token in eos_ids if token < tokenizer.vocab_size)
-        return LLTokenizer(tokenizer.to_json(), n_vocab=tokenizer.vocab_size, eos_token=known or None)
+        if known and ends and (vocabulary := _Vocabulary(tokenizer, known, ends[0])).adds_nothing:
+            return LLTokenizer(TokenizerWrapper(vocabulary), tokenizer.vocab_size, ends, slices=[])
+        return LLTokenizer(tokenizer.to_json(), tokenizer.vocab_size, ends or None, slices=[])
     except Exception as error:  # the library raises nothing narrower
         raise RequestError(f"constraints are not possible with this checkpoint's tokenizer: {error}") from error
 

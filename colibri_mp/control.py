@@ -69,8 +69,15 @@ class ControlEndpoint:
         self._thread.start()
 
     def emit(self, client: bytes, message: Message) -> None:
-        """Send an answer to a client; callable from any thread, never blocks."""
-        self._outbox.put((client, message))
+        """Queue an answer to a client, to be sent at the next `flush`; callable from any thread, never blocks."""
+        self._outbox.lay((client, message))
+
+    def flush(self) -> None:
+        """Have what is queued sent. The engine calls it when it has to wait anyway: a thread that is woken in the middle of its work
+        wants the interpreter, and a core.
+        """
+        if self._outbox.has_items:
+            self._outbox.wake()
 
     def close(self) -> None:
         """Send what is queued and end the thread."""

@@ -57,10 +57,11 @@ from colibri_mp.resident import ResidentLayer, load_resident
 from colibri_mp.rundir import ClusterInfo, RunDir
 from colibri_mp.scheduler import Look, Rows
 from colibri_mp.shm.layout import LayerSlots, pool_bytes
+from colibri_mp.shm.policy import Eviction
 from colibri_mp.shm.segment import Segment, segment_name
 from colibri_mp.shm.view import PoolView
 from colibri_mp.supervisor import Supervisor
-from colibri_mp.tiers import Tiers, open_usage
+from colibri_mp.tiers import Tiers, choose_eviction, open_usage
 from colibri_mp.trace import EVENTS
 from colibri_mp.trace_writer import NoTrace, TraceWriter, open_trace
 from colibri_mp.usage import Usage
@@ -93,6 +94,7 @@ class Coordinator:
         self.trace = trace
         self.tiers = Tiers(config, model, plan, usage, self.weights.layers, supervisor, lone_team)
         self.lossy: tuple[str, ...] = ()
+        self.on_wait: Callable[[], None] = lambda: None  # called in each layer, while its worker computes
         self._should_stop = should_stop
         self._planes = config.planes
         self._team = team
@@ -137,13 +139,14 @@ class Coordinator:
         compile_kernels(encodings_of(model), config.planes, progress, should_stop, model.quantises_experts)
         experts = with_checksums(model.expert_layers, checkpoint.fingerprint)
         copies = choose_copies(checkpoint, experts, config, expert_memory(experts, plan), progress)
-        workers = worker_configs(checkpoint, model, experts, plan, config, copies)
+        eviction = choose_eviction(config, model, usage)
+        workers = worker_configs(checkpoint, model, experts, plan, config, copies, eviction)
         run_dir.describe(ClusterInfo(os.getpid(), str(checkpoint.path), tuple(w.segment_name for w in workers)))
         segments = [
             stack.enter_context(Segment.create(worker.segment_name, pool_bytes(worker.slots, worker.staging)))
             for worker in workers
         ]
-        trace = open_trace(config, checkpoint, model, plan, lossy)
+        trace = open_trace(config, checkpoint, model, plan, lossy, eviction)
         stack.callback(trace.close)
         supervisor = Supervisor(run_dir, config.step_timeout, config.log_level)
         stack.callback(supervisor.close)
@@ -231,7 +234,7 @@ class Coordinator:
             ids,
             weights,
             on_answer=self._team.expect,
-            meanwhile=lambda: self._while_computed(x, h, ids, layer, layer_idx),
+            meanwhile=lambda: self._while_waiting(x, h, ids, layer, layer_idx),
         )
         num_choices = int(np.count_nonzero(ids >= 0)) if self._may_drop else ids.size
         clock.lap_workers(routed.counters, len(ids), num_choices)
@@ -241,8 +244,9 @@ class Coordinator:
         clock.end_layer()
         self.trace.add_layer(layer_idx, ids, num_choices, routed.counters, clock.layer_s)
 
-    def _while_computed(self, x: Floats, h: Floats, ids: Ints, layer: ResidentLayer, layer_idx: int) -> None:
-        """What is done while a worker has the batch: hints first, since a disk may be idle; then the shared expert."""
+    def _while_waiting(self, x: Floats, h: Floats, ids: Ints, layer: ResidentLayer, layer_idx: int) -> None:
+        """A worker computes: the time for what no result depends on, hints first, and for the shared expert."""
+        self.on_wait()
         self.tiers.look(layer_idx, x, ids)
         if layer.expert_slab is not None:
             self._add_resident_expert(x, h, layer, layer_idx)
@@ -340,7 +344,7 @@ def expert_memory(layers: Sequence[ExpertLayer], plan: Plan) -> ExpertMemory:
 
 def worker_configs(
     checkpoint: Checkpoint, model: ModelSpec, layers: Sequence[ExpertLayer], plan: Plan, config: LaunchConfig,
-    copies: tuple[Copy, ...],
+    copies: tuple[Copy, ...], eviction: Eviction,
 ) -> list[WorkerConfig]:  # fmt: skip
     """What each worker is told; `layers`: the model's experts, `copies`: where they are read from."""
     by_layer = {experts.layer: experts for experts in layers}
@@ -367,6 +371,7 @@ def worker_configs(
                 planes=config.planes,
                 staging=share.num_staging,
                 advises=config.lookahead == "advise",
+                eviction=eviction,
             )
         )
     return configs

@@ -22,6 +22,10 @@ class Mailbox(Generic[Item]):
         self._items.put(item)
         self.wake()
 
+    def lay(self, item: Item) -> None:
+        """Append an item that the reader may find later: at the next `wake`."""
+        self._items.put(item)
+
     def wake(self) -> None:
         """Make `fd` readable; safe in a signal handler."""
         with contextlib.suppress(OSError):  # the pipe is full of wake-ups already, or closed

@@ -438,6 +438,8 @@ _STEP_DTYPES = (np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.float32))
 _STEPS = (Route, Routed, Hint)
 _ROUTE, _ROUTED, _HINT = 1, 2, 3
 _NO_COUNTERS = (0, 0, 0, 0, 0, 0.0, 0.0, 0.0)
+_STEP_HEAD = struct.Struct("<4sHHQIIII")  # the first fields of _STEP
+_ROUTE_START = (STEP_MAGIC, VERSION, _ROUTE)
 
 
 def _step_frame(message: Route | Routed | Hint) -> bytes:
@@ -472,13 +474,59 @@ def _step_message(frame: Frame) -> Route | Routed | Hint:
         )
     if kind == _HINT:
         return Hint(step, layer, np.frombuffer(frame, np.int32, top_k, _STEP.size))
-    values = np.frombuffer(frame, np.float32, num_tokens * hidden, _STEP.size).reshape(num_tokens, hidden)
+    values: Floats = np.ndarray((num_tokens, hidden), np.float32, frame, _STEP.size)
     if kind == _ROUTED:
         return Routed(step, layer, values, StepCounters(*counters))
     start = _STEP.size + values.nbytes
-    ids = np.frombuffer(frame, np.int32, num_tokens * top_k, start).reshape(num_tokens, top_k)
-    weights = np.frombuffer(frame, np.float32, num_tokens * top_k, start + ids.nbytes).reshape(num_tokens, top_k)
+    ids: Ints = np.ndarray((num_tokens, top_k), np.int32, frame, start)
+    weights: Floats = np.ndarray((num_tokens, top_k), np.float32, frame, start + ids.nbytes)
     return Route(step, layer, values, ids, weights)
+
+
+class StepBuffers:
+    """The frames of a `Route` and of its `Routed` for a fixed shape, and the arrays in them, which stay where they are.
+
+    x float32 [T, D], ids int32 [T, K], weights float32 [T, K] are in the frame that `load` fills; y float32 [T, D] is in `answer`.
+    """
+
+    def __init__(self, num_tokens: int, hidden: int, top_k: int) -> None:
+        self._shape = (num_tokens, hidden, top_k)
+        self.route_bytes = _STEP.size + 4 * num_tokens * (hidden + 2 * top_k)
+        self._route = _aligned_frame(self.route_bytes)
+        self._routed = _aligned_frame(_STEP.size + 4 * num_tokens * hidden)
+        values, end = self._route[_STEP.size :].view(np.int32), num_tokens * hidden
+        chosen = num_tokens * top_k
+        self.x: Floats = values[:end].view(np.float32).reshape(num_tokens, hidden)
+        self.ids: Ints = values[end : end + chosen].reshape(num_tokens, top_k)
+        self.weights: Floats = values[end + chosen :].view(np.float32).reshape(num_tokens, top_k)
+        self.y: Floats = self._routed[_STEP.size :].view(np.float32).reshape(num_tokens, hidden)
+        self._into, self._from = self._route.data, self._routed.data
+
+    def load(self, frame: bytes) -> None:
+        """Take in a route of this shape."""
+        self._into[:] = frame
+
+    def answer(self, step: int, layer: int, hits: int, compute_s: float) -> memoryview:
+        """The `Routed` frame with what `y` holds, for a step that found everything in memory."""
+        num_tokens, hidden, _ = self._shape
+        head = (STEP_MAGIC, VERSION, _ROUTED, step, layer, num_tokens, hidden, 0)
+        _STEP.pack_into(self._from, 0, *head, hits, 0, 0, 0, 0, 0.0, 0.0, compute_s)
+        return self._from
+
+
+def route_head(frame: bytes) -> tuple[int, int, int, int, int] | None:
+    """Step, layer, T, D and K of a frame that begins as a `Route` does; None: it does not."""
+    if len(frame) < _STEP.size:
+        return None
+    *start, step, layer, num_tokens, hidden, top_k = _STEP_HEAD.unpack_from(frame)
+    return (step, layer, num_tokens, hidden, top_k) if tuple(start) == _ROUTE_START else None
+
+
+def _aligned_frame(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A frame whose arrays begin at a multiple of 64 bytes."""
+    raw = np.zeros(nbytes + 64, np.uint8)
+    start = -(raw.ctypes.data + _STEP.size) % 64
+    return raw[start : start + nbytes]
 
 
 def _check_version(version: int) -> None:

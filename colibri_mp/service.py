@@ -153,6 +153,7 @@ class Service:
             self.control.emit,
             self._config.queue,
         )
+        self.coordinator.on_wait = self.control.flush
         scheduler = self.engine.scheduler
         self.sessions = SessionStore(self.coordinator.kv, allocator, scheduler.prefix, self.coordinator.kv_identity())
         self.monitor = Monitor(self._make_governor(), self._read_pressure, self._relieve)
@@ -251,6 +252,7 @@ class Service:
 
     def _wait_if_idle(self) -> None:
         if not self.engine.can_step:
+            self.control.flush()
             self.coordinator.trace.flush()
             wait([self.control.inbox.fd, *self.coordinator.supervisor.sources], _IDLE_TICK_S)
 

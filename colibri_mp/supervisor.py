@@ -4,13 +4,12 @@
         │  Route ──▶  ◀── Routed, Failed     one ROUTER socket, peers "worker-k"
         │  Keep, Hint ──▶  ◀── PoolReport    beside the steps: what to read when there is time, and what became of it
         │  Resize ──▶  ◀── Resized           sent between steps; the answer may come while another is awaited
-        └─ sentinel of each process          every wait is on the socket *and* the sentinels
+        └─ exit code of each process         looked at every 50 ms of a wait, which therefore outlives no worker for long
 
 A worker that ends, or does not answer within the step timeout, raises `WorkerDied` out of the wait it concerns; the
 cluster is then broken: `close` stops the rest. A worker notices the coordinator's death by itself (see workers.main).
 """
 
-import contextlib
 import logging
 import multiprocessing
 import time
@@ -39,11 +38,12 @@ from colibri_mp.messages import (
     Wish,
 )
 from colibri_mp.rundir import RunDir
-from colibri_mp.transport import Listener, Waitable, Waiter
+from colibri_mp.transport import Listener, Waitable
 from colibri_mp.workers.core import WorkerConfig
 from colibri_mp.workers.main import run as run_worker
 
 _STOP_TIMEOUT_S = 3.0
+_WATCH_S = 0.05  # how often a wait for a worker's message looks whether all of them live
 _log = logging.getLogger(__name__)
 
 
@@ -107,7 +107,6 @@ class Supervisor:
             handle = WorkerHandle(config, process)
             self.workers.append(handle)
             self._by_layer.update({layer.layer: handle for layer in config.expert_layers})
-        self._waiter = Waiter(self.sources)
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until every worker has said hello.
@@ -243,20 +242,11 @@ class Supervisor:
     ) -> Message:
         """The next message of any worker; raises if one ends, or `awaited` is silent until `deadline`."""
         while (left := deadline - time.monotonic()) > 0:
-            ready = self._waiter.wait(left)
-            if self._listener in ready:
-                on_message()
-                received = self._listener.receive()
-                if isinstance(received, ProtocolError):
-                    raise received
-                if received is not None and not self._take_aside(received[1]):
-                    return received[1]
-            elif ready:
-                self._reap()
+            received = self._listener.receive(min(left, _WATCH_S), on_message)
+            if received is None:
+                self.check_alive()
+            elif isinstance(received, ProtocolError):
+                raise received
+            elif not self._take_aside(received[1]):
+                return received[1]
         raise WorkerDied(f"{awaited.label} {silence}; it is stopped or hangs, see --step-timeout")
-
-    def _reap(self) -> None:
-        for worker in self.workers:
-            with contextlib.suppress(TimeoutError):
-                worker.process.join(0.1)
-        self.check_alive()

@@ -1,6 +1,7 @@
 """What the coordinator does so that experts are in memory before they are asked for: learned usage, pins, lookahead.
 
-    launch        experts of earlier runs' usage ─▶ Keep ─▶ the workers read them when nobody waits, the most used as pins
+    launch        earlier runs' usage ─▶ Eviction ─▶ what the workers' pools take each expert for
+                                      └▶ Keep ─▶ the workers read the most used when nobody waits, some as pins
     each layer    while a worker computes: count the route, score what was predicted for it, predict the next layers ─▶ Hint
     each turn     save the usage; each `--repin` tokens: give cold pins to hot experts
 
@@ -22,9 +23,10 @@ from colibri_mp.models.structure import ModelSpec
 from colibri_mp.planner import Plan
 from colibri_mp.resident import ResidentLayer
 from colibri_mp.scheduler import Rows
+from colibri_mp.shm.policy import HALF_LIFE_TOKENS, Eviction
 from colibri_mp.shm.view import PoolView
 from colibri_mp.supervisor import Supervisor
-from colibri_mp.usage import LayerRoom, Usage, choose_swaps, preferred, usage_path
+from colibri_mp.usage import LayerRoom, Usage, choose_swaps, preferred, prior_weights, usage_path
 
 _log = logging.getLogger(__name__)
 _SUMS = ("issued", "promoted", "late", "dropped", "failed", "wasted_bytes", "missed_dropped", "missed_unpredicted")
@@ -38,6 +40,13 @@ def open_usage(model: ModelSpec, setting: str, fingerprint: str) -> Usage:
     """
     num_experts = {experts.layer: experts.num_experts for experts in model.expert_layers}
     return Usage(num_experts, usage_path(setting, fingerprint))
+
+
+def choose_eviction(config: LaunchConfig, model: ModelSpec, usage: Usage) -> Eviction:
+    """The policy that was asked for, with what earlier runs have learned."""
+    if config.policy == "lru":
+        return Eviction("lru")
+    return Eviction("lrfu", prior=prior_weights(usage.before, model.router.top_k, HALF_LIFE_TOKENS))
 
 
 class Tiers:
@@ -87,9 +96,8 @@ class Tiers:
             return ""
         self._supervisor.keep(wishes)
         num_pins = sum(wish.is_pinned for wish in wishes)
-        return (
-            f"learned usage: reading the {len(wishes)} experts used most in the background, {num_pins} of them as pins"
-        )
+        note = f"learned usage: reading the {len(wishes)} experts used most in the background"
+        return f"{note}, {num_pins} of them as pins" if num_pins else note
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 

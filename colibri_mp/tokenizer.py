@@ -15,6 +15,7 @@ from colibri_mp.checkpoint.json_file import read_json_object
 from colibri_mp.errors import CheckpointError, RequestError
 from colibri_mp.stopping import StopStrings
 from colibri_mp.tool_calls import MARKERS
+from colibri_mp.vocabulary import token_bytes
 
 if TYPE_CHECKING:
     import tokenizers
@@ -60,6 +61,15 @@ class Tokenizer:
         """Ids from 0 on, added tokens included; a model may have more rows of logits."""
         ids: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return max(ids.values()) + 1
+
+    @property
+    def special_ids(self) -> list[int]:
+        """The ids of special tokens, markers of tool calls and reasoning among them."""
+        return [i for i, token in self._backend.get_added_tokens_decoder().items() if token.special]
+
+    def token_bytes(self) -> dict[int, bytes] | None:
+        """The bytes that each id stands for; None if the vocabulary is not byte-level."""
+        return token_bytes(self._backend)
 
     def to_json(self) -> str:
         """The tokenizer as the text of a tokenizer.json."""

@@ -117,9 +117,9 @@ class OutputParser:
         template = template or ""
         known = tuple(marker for marker in (HERMES, FUNCTION, MISTRAL) if marker in template)
         markers = (known or (HERMES, MISTRAL)) if has_tools else ()
-        opening = template.rpartition("add_generation_prompt")[2] if prompt is None else prompt
         reasons = THINK_END in template
-        return cls(markers, reasons, reasons and _is_left_open(opening), new_id, parameter_types(tools))
+        opens = _opens_reasoning(template) if prompt is None else prompt.rstrip().endswith(THINK)
+        return cls(markers, reasons, reasons and opens, new_id, parameter_types(tools))
 
     def push(self, text: str) -> list[Event]:
         """Take more of the answer; returns what is certain by now."""
@@ -393,9 +393,10 @@ def _json(text: str) -> Any:
         return None
 
 
-def _is_left_open(text: str) -> bool:
-    """Whether reasoning begins in `text` and does not end in it."""
-    return text.rfind(THINK) > text.rfind(THINK_END)
+def _opens_reasoning(template: str) -> bool:
+    """Whether what a template writes before an answer begins its reasoning and does not end it."""
+    opening = template.rpartition("add_generation_prompt")[2]
+    return opening.rfind(THINK) > opening.rfind(THINK_END)
 
 
 def _undecided(text: str, markers: tuple[str, ...]) -> int:

@@ -17,9 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colibri_mp.errors import TraceError
+from colibri_mp.shm.policy import Eviction, PolicyName
 
 MAGIC = b"COLITRCE"
-VERSION = 1
+VERSION = 2
+_READABLE = (1, 2)
 LAYER, STEP, LOAD, PIN, UNPIN, DROP, RESIZE, FILL = range(1, 9)
 EVENTS = {"load": LOAD, "pin": PIN, "unpin": UNPIN, "drop": DROP, "resize": RESIZE, "fill": FILL}
 """Kinds of records. A LAYER record comes for each layer with experts of a step, then one STEP; the others are events."""
@@ -39,7 +41,7 @@ RECORD = struct.Struct("<BBHIIIIfHHHHQffff")
 
 
 class TracedLayer(msgspec.Struct, frozen=True):
-    """One layer with experts: who owns it, its slots, and bytes of an expert in the pool and on disk."""
+    """One layer with experts: who owns it, its slots, and bytes of an expert in the pool and on disk; `prior` as in `Eviction`."""
 
     layer: int
     worker_id: int
@@ -48,6 +50,7 @@ class TracedLayer(msgspec.Struct, frozen=True):
     floor: int
     slab_bytes: int
     read_bytes: int
+    prior: tuple[float, ...] = ()
 
 
 class TraceHeader(msgspec.Struct, frozen=True):
@@ -59,11 +62,18 @@ class TraceHeader(msgspec.Struct, frozen=True):
     model_type: str
     fingerprint: str
     top_k: int
-    policy: str
+    policy: PolicyName
     budget_bytes: int
     lossy: tuple[str, ...]
     settings: dict[str, Any]
     layers: tuple[TracedLayer, ...]
+    half_life_tokens: float = 1.0
+
+    @property
+    def eviction(self) -> Eviction:
+        """How the run's pools chose what went."""
+        prior = {layer.layer: layer.prior for layer in self.layers if layer.prior}
+        return Eviction(self.policy, self.half_life_tokens, prior)
 
 
 def record_type(num_experts: int) -> np.dtype[np.void]:
@@ -142,8 +152,8 @@ def _decode_header(path: Path, data: bytes) -> tuple[TraceHeader, int, int]:
     if len(data) < _FIXED.size or not data.startswith(MAGIC):
         raise TraceError(f"{path} is no route trace; make one with `colibri-cluster run ... --trace FILE`")
     _, version, record_bytes, json_bytes, offset = _FIXED.unpack_from(data)
-    if version != VERSION:
-        raise TraceError(f"{path} is a trace of version {version}, this program reads version {VERSION}")
+    if version not in _READABLE:
+        raise TraceError(f"{path} is a trace of version {version}, this program reads versions 1 to {VERSION}")
     body = data[_FIXED.size : _FIXED.size + json_bytes]
     if len(body) < json_bytes or offset < _FIXED.size + json_bytes or len(data) < offset:
         raise TraceError(f"{path} is cut off in its header")

@@ -15,6 +15,7 @@ from colibri_mp.errors import ConfigError
 from colibri_mp.messages import Ints, StepCounters
 from colibri_mp.models.structure import ModelSpec
 from colibri_mp.planner import Plan
+from colibri_mp.shm.policy import Eviction
 from colibri_mp.trace import (
     FILL,
     LAYER,
@@ -152,7 +153,12 @@ class NoTrace:
 
 
 def open_trace(
-    config: LaunchConfig, checkpoint: Checkpoint, model: ModelSpec, plan: Plan, lossy: tuple[str, ...]
+    config: LaunchConfig,
+    checkpoint: Checkpoint,
+    model: ModelSpec,
+    plan: Plan,
+    lossy: tuple[str, ...],
+    eviction: Eviction,
 ) -> TraceWriter | NoTrace:
     """The trace that the launch asked for; its header says what runs.
 
@@ -165,7 +171,7 @@ def open_trace(
     layers = [
         TracedLayer(
             layer, worker_id, by_layer[layer].num_experts, num_slots, min(model.router.top_k, by_layer[layer].num_experts),
-            by_layer[layer].shape.slab_bytes, by_layer[layer].stored_bytes,
+            by_layer[layer].shape.slab_bytes, by_layer[layer].stored_bytes, eviction.prior.get(layer, ()),
         )
         for worker_id, share in enumerate(plan.workers)
         for layer, num_slots in zip(share.layers, share.num_slots, strict=True)
@@ -177,11 +183,12 @@ def open_trace(
         model_type=model.model_type,
         fingerprint=checkpoint.fingerprint,
         top_k=model.router.top_k,
-        policy="lru",
+        policy=eviction.policy,
         budget_bytes=plan.budget_bytes,
         lossy=lossy,
         settings=dataclasses.asdict(config),
         layers=tuple(layers),
+        half_life_tokens=eviction.half_life_tokens,
     )
     return TraceWriter(Path(config.trace), header)
 

@@ -7,7 +7,7 @@ depends on. A `Listener` and a `Link` belong to the thread that made them.
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -46,6 +46,7 @@ class Listener:
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.bind(address(path))
+        self._first_frame = _FirstFrame(self.socket)
         self._departures: Departures | None = None
 
     def send(self, peer: bytes, message: Message) -> bool:
@@ -60,12 +61,18 @@ class Listener:
         _send(self.socket, frames)
         return True
 
-    def receive(self) -> tuple[bytes, Message] | ProtocolError | None:
-        """The next message with its sender, None if there is none; a `ProtocolError` value for one not understood."""
-        try:
-            peer = self.socket.recv(zmq.NOBLOCK)
-        except zmq.Again:
+    def receive(
+        self, timeout_s: float = 0.0, on_arrival: Callable[[], None] | None = None
+    ) -> tuple[bytes, Message] | ProtocolError | None:
+        """The next message with its sender, None if none comes in time; a `ProtocolError` value for one not understood.
+
+        `on_arrival` is called when there is one, before it is read.
+        """
+        peer = self._first_frame.receive(timeout_s)
+        if peer is None:
             return None
+        if on_arrival is not None:
+            on_arrival()
         try:
             return peer, from_frames(_receive(self.socket))
         except ProtocolError as error:
@@ -111,6 +118,7 @@ class Link:
             self.socket.setsockopt(zmq.IDENTITY, identity)
         self.socket.setsockopt(zmq.LINGER, int(linger_s * 1000))
         self.socket.connect(address(path))
+        self._first_frame = _FirstFrame(self.socket)
 
     def send(self, message: Message) -> None:
         """Queue a message; it waits for the connection if need be."""
@@ -122,12 +130,21 @@ class Link:
         Raises:
             ProtocolError: the message is not understood.
         """
-        if timeout_s and not self.socket.poll(math.ceil(timeout_s * 1000)):
+        frames = self.receive_frames(timeout_s)
+        return None if frames is None else from_frames(frames)
+
+    def receive_frames(self, timeout_s: float, on_arrival: Callable[[], None] | None = None) -> list[bytes] | None:
+        """The frames of the next message, or None after `timeout_s`; `on_arrival` is called when there is one."""
+        first = self._first_frame.receive(timeout_s)
+        if first is None:
             return None
-        try:
-            return from_frames(_receive(self.socket))
-        except zmq.Again:
-            return None
+        if on_arrival is not None:
+            on_arrival()
+        return _receive_after(self.socket, first)
+
+    def send_frame(self, frame: Frame) -> None:
+        """Queue a message of a single frame, which may be used again at once."""
+        self.socket.send(frame)
 
     def close(self) -> None:
         """Close; what is queued is still sent for `linger_s`."""
@@ -168,9 +185,33 @@ def _send(socket: "zmq.Socket[bytes]", frames: Sequence[Frame]) -> None:
     socket.send(last, 0, len(last) <= _COPY_UP_TO_BYTES)
 
 
+class _FirstFrame:
+    """Receives the first frame of a message. One call that waits is half as long as a poll and a call that does not."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
+        self._socket = socket
+        self._timeout_ms = -1  # as the socket has it now: for ever
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        """None: nothing has come within `timeout_s`."""
+        timeout_ms = math.ceil(timeout_s * 1000)
+        if timeout_ms and timeout_ms != self._timeout_ms:
+            self._socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
+            self._timeout_ms = timeout_ms
+        try:
+            return self._socket.recv(0 if timeout_ms else zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+
 def _receive(socket: "zmq.Socket[bytes]") -> list[bytes]:
     """The frames of the next message, or what is left of it; `zmq.Again` if there is none."""
-    frames = [socket.recv(zmq.NOBLOCK)]
+    return _receive_after(socket, socket.recv(zmq.NOBLOCK))
+
+
+def _receive_after(socket: "zmq.Socket[bytes]", first: bytes) -> list[bytes]:
+    """The frames of a message that begins with `first`."""
+    frames = [first]
     while socket.getsockopt(zmq.RCVMORE):
         frames.append(socket.recv(zmq.NOBLOCK))
     return frames

@@ -3,6 +3,7 @@
     count ─▶ since the start (decode and prefill apart) ─▶ save: added to the user's file, under a lock, replaced as a whole
           └▶ heat: recent uses, halved at each repin
     preferred(...)      at start: which experts to read before anybody asks, and which of these to pin
+    prior_weights(...)  at start: what the eviction policy takes each expert for
     choose_swaps(...)   between turns: pins that have gone cold for experts that have become hot
 
 The file is the user's, not the model's: <user cache>/usage/<fingerprint of the checkpoint>, a text of lines
@@ -10,6 +11,7 @@ The file is the user's, not the model's: <user cache>/usage/<fingerprint of the 
 """
 
 import fcntl
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +27,7 @@ from colibri_mp.user_cache import replace_file, user_cache_dir
 Counts = NDArray[np.int64]
 _HEADER = "# colibri-mp: uses of experts: layer expert decode prefill\n"
 _MOST_SWAPS = 4
+_PRIOR_WEIGHT = 2
 DECODE, PREFILL = 0, 1
 
 
@@ -157,6 +160,22 @@ def preferred(counts: Mapping[int, Counts], rooms: Mapping[int, LayerRoom], pin_
         for rank, expert in enumerate(expert for expert in order.tolist() if uses[expert]):
             ranked.append((rank, layer, Wish(layer, expert, rank < num_pins)))
     return [wish for _, _, wish in sorted(ranked, key=lambda entry: entry[:2])]
+
+
+def prior_weights(counts: Mapping[int, Counts], top_k: int, half_life_tokens: float) -> dict[int, tuple[float, ...]]:
+    """By layer, what `shm.policy.Lrfu` gives each expert at the start, in uses; layers of which nothing is known are left out.
+
+    It is twice what an expert comes to that is used with its share for long: share * half-life / ln 2, the half-life in uses. All
+    together weigh no more than they have been used. Uses while decoding count, and prefill where there are none.
+    """
+    priors = {}
+    for layer, (decode, prefill) in counts.items():
+        uses = decode if decode.any() else prefill
+        num_uses = int(uses.sum())
+        if num_uses:
+            total = min(num_uses, _PRIOR_WEIGHT * half_life_tokens * min(top_k, len(uses)) / math.log(2))
+            priors[layer] = tuple(round(weight, 3) for weight in (uses * (total / num_uses)).tolist())
+    return priors
 
 
 class Swap(NamedTuple):

@@ -1,9 +1,9 @@
 """What learned usage is worth: the hit rate of a launch's first tokens, before and after the same kind of text was asked for.
 
-    python scripts/bench_learning.py [MODEL] [--slots N] [--pins SHARE]
+    python scripts/bench_learning.py [MODEL] [--slots N] [--pins SHARE] [--policy lrfu|lru]
 
 A set of prompts of each kind is run in two launches of its own, with a usage file that begins empty; then a third launch, with what
-the first two have learned, runs the prompts of the *next* kind, and a fourth runs those with no usage at all. Hit rates are of
+the first two have learned, runs the prompts of the *next* kind. A fourth is a plain LRU: no usage, `--policy lru`. Hit rates are of
 the first tokens of a launch (prompt and answer; default 50), where a cold pool hurts, and of the whole set. Sampled with fixed
 seeds: every launch of a set makes the same text. JSON last, medians over the kinds.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from colibri_mp import Cluster
+from colibri_mp.config import LaunchConfig
 
 KINDS = {
     "stories": [
@@ -63,11 +64,11 @@ class Rates:
         return {"first": 100 * self.first[0] / self.first[1], "all": 100 * self.total[0] / self.total[1]}
 
 
-def launch(options: argparse.Namespace, kind: str, usage: str) -> dict[str, float]:
+def launch(options: argparse.Namespace, kind: str, usage: str, policy: str) -> dict[str, float]:
     """Hit rates of one launch with a kind's prompts, once what is to be read at start has been read."""
     rates = Rates()
-    settings: dict[str, Any] = {"slots": options.slots, "pins": options.pins, "usage": usage, "lookahead": "off"}
-    with Cluster.launch(options.model, num_workers=1, ctx=512, **settings) as cluster:
+    settings: dict[str, Any] = {"slots": options.slots, "pins": options.pins, "usage": usage, "policy": policy}
+    with Cluster.launch(options.model, num_workers=1, ctx=512, lookahead="off", **settings) as cluster:
         deadline = time.monotonic() + 20
         while cluster.stats()["tiers"]["waiting"] and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -85,19 +86,41 @@ def launch(options: argparse.Namespace, kind: str, usage: str) -> dict[str, floa
 
 def bench(options: argparse.Namespace, kind: str, other: str) -> dict[str, dict[str, float]]:
     """The four launches of a kind."""
+    found = {"plain": launch(options, kind, "off", "lru")}
     with tempfile.TemporaryDirectory() as folder:
         usage = str(Path(folder) / "usage")
-        found = {"cold": launch(options, kind, usage), "learned": launch(options, kind, usage)}
-        found["other kind, learned"] = launch(options, other, usage)
-    found["other kind, plain"] = launch(options, other, "off")
+        found["first"] = launch(options, kind, usage, options.policy)
+        found["second"] = launch(options, kind, usage, options.policy)
+        found["other kind"] = launch(options, other, usage, options.policy)
     return found
+
+
+def compared(results: dict[str, dict[str, dict[str, float]]], part: str) -> dict[str, dict[str, float]]:
+    """Points of hit rate in one `part` of the launches ("first" tokens or "all"): what is gained over what, by kind of text."""
+    kinds = list(results)
+    gains = {
+        "second launch over first": [results[kind]["second"][part] - results[kind]["first"][part] for kind in kinds],
+        "second launch over plain LRU": [
+            results[kind]["second"][part] - results[kind]["plain"][part] for kind in kinds
+        ],
+        "first launch over plain LRU": [results[kind]["first"][part] - results[kind]["plain"][part] for kind in kinds],
+        "another kind over plain LRU": [
+            results[kind]["other kind"][part] - results[other]["plain"][part]
+            for kind, other in zip(kinds, kinds[1:] + kinds[:1], strict=True)
+        ],
+    }
+    return {
+        name: {"median": statistics.median(points), "least": min(points), "most": max(points)}
+        for name, points in gains.items()
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--slots", type=int, default=8, help="experts a layer in memory (the built-in model has 32)")
-    parser.add_argument("--pins", type=float, default=0.25)
+    parser.add_argument("--pins", type=float, default=LaunchConfig.pins)
+    parser.add_argument("--policy", choices=("lrfu", "lru"), default=LaunchConfig.policy)
     parser.add_argument("--prompts", type=int, default=4, help="of each kind")
     parser.add_argument("--first", type=int, default=30, help="tokens generated after the first prompt")
     parser.add_argument("--tokens", type=int, default=60, help="and after each of the others")
@@ -111,15 +134,12 @@ def main() -> None:
             + "  ".join(f"{name}: {rates['first']:.1f} / {rates['all']:.1f}" for name, rates in found.items()),
             file=sys.stderr,
         )
-    gains = [found["learned"]["first"] - found["cold"]["first"] for found in results.values()]
-    losses = [found["other kind, plain"]["first"] - found["other kind, learned"]["first"] for found in results.values()]
-    losses_all = [found["other kind, plain"]["all"] - found["other kind, learned"]["all"] for found in results.values()]
-    summary = {
-        "settings": vars(options),
-        "hit_rates_percent": results,
-        "gain_points": {"median": statistics.median(gains), "least": min(gains), "most": max(gains)},
-        "loss_on_another_kind_points": {"first": max(losses), "all": max(losses_all)},
-    }
+    summary: dict[str, Any] = {"settings": vars(options), "hit_rates_percent": results}
+    for part in ("first", "all"):
+        summary[f"gains_{part}_tokens"] = found = compared(results, part)
+        for name, points in found.items():
+            shown = "  ".join(f"{which} {value:+.1f}" for which, value in points.items())
+            print(f"{part:5} tokens, {name:28} {shown}", file=sys.stderr)
     print(json.dumps(summary))
 
 

@@ -75,7 +75,7 @@ def _used_defects(slots: "Slots", slabs: "SlabClass", row: _Row, slot: int, is_f
     lookup, other = (pool.staged, pool.slot_of) if row.is_staged else (pool.slot_of, pool.staged)
     if lookup.get(row.expert) != slot or row.expert in other:
         yield f"holds expert {row.expert}, which the lookup has in slot {lookup.get(row.expert)}"
-    is_held, is_evictable = slots.holds[slot] > 0, slot in pool.lru
+    is_held, is_evictable = slots.holds[slot] > 0, row.expert in pool.evictable
     own_state = None if row.is_staged else row.state
     facts = (is_evictable, slot in slabs.staged, slot in pool.loading)
     expected = (
@@ -101,12 +101,14 @@ def _layer_defects(pool: "LayerPool", rows: list[_Row]) -> Iterator[str]:
         yield f"{name}: the lookup has {len(pool.slot_of)} experts, the slot table another number"
     if not pool.floor <= pool.limit - len(pool.pinned) <= pool.limit <= entry.num_slots:
         yield f"{name}: limit {pool.limit} of {entry.num_slots}, floor {pool.floor}, {len(pool.pinned)} pins"
-    if pool.num_owned > pool.limit and pool.lru:
+    if pool.num_owned > pool.limit and pool.evictable:
         yield f"{name}: has {pool.num_owned} slots, its limit is {pool.limit}"
     resident = {row.expert for row in owned if row.state >= SlotState.READY}
     if resident != set(pool.residency.nonzero()[0].tolist()):
         yield f"{name}: residency is not what the slot table says"
-    uses = [rows[slot].last_use for slot in pool.lru]
+    uses = [rows[pool.slot_of[expert]].last_use for expert in pool.evictable if expert in pool.slot_of]
+    if len(uses) != len(pool.evictable):
+        yield f"{name}: may evict {sorted(set(pool.evictable).difference(pool.slot_of))}, which it does not have"
     if uses != sorted(uses):
         yield f"{name}: recency and last use disagree"
     counters = pool.counters

@@ -1,4 +1,5 @@
-"""What is known in memory of the slots: for each layer its lookup, recency and pins; for each slab size what is free and staged.
+"""What is known in memory of the slots: for each layer its lookup, what may be evicted, and pins; for each slab size what is
+free and staged.
 
 Only data, which `slots` changes together with the shared tables; `integrity` says how they belong together.
 """
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from colibri_mp.shm.layout import ClassSlots, LayerSlots
-from colibri_mp.shm.policy import Lru
+from colibri_mp.shm.policy import Lru, Policy
 
 
 @dataclass(slots=True)
@@ -42,14 +43,14 @@ class SlabClass:
 class LayerPool:
     """The slots of one layer."""
 
-    def __init__(self, entry: LayerSlots, slabs: SlabClass, limit: int, floor: int) -> None:
+    def __init__(self, entry: LayerSlots, slabs: SlabClass, limit: int, floor: int, policy: Policy) -> None:
         self.entry = entry
         self.slabs = slabs
         self.limit = limit
         self.floor = floor
         self.num_owned = 0  # slots of the layer; FREE ones that are still held after a failed read are among them
         self.slot_of: dict[int, int] = {}
-        self.lru = Lru()  # READY and not held
+        self.evictable = policy  # experts that are READY and not held, the most recent last
         self.loading: set[int] = set()
         self.pinned: set[int] = set()  # PINNED, and LOADING that will be
         self.staged: dict[int, int] = {}  # expert -> slot
@@ -61,4 +62,4 @@ class LayerPool:
     @property
     def num_available(self) -> int:
         """Slots that the layer can still take or evict; negative while more is in use than the limit allows."""
-        return self.limit - self.num_owned + len(self.lru)
+        return self.limit - self.num_owned + len(self.evictable)

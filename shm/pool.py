@@ -6,12 +6,12 @@ One step of a layer:
       ... read each miss into pool.slab_view(slot) ...
       pool.mark_ready(slot, generation)    or pool.fail(slot, generation)
       ... compute with pool.addresses[slot] ...
-    pool.release(held)                     evictable again, as the most recent, in ascending expert id
+    pool.release(held)                     evictable again, as the most recent, in ascending expert id; see `policy`
 
-Beside the steps: `stage` takes a slot for a read ahead, `pin` and `load_pinned` keep experts for good, `resize` changes how
-much memory the slabs take. Which experts a layer holds depends on what was acquired, pinned and resized, in this order,
-and never on staging: a staged expert becomes the layer's only when it is acquired, and what the layer would have evicted
-for it goes then.
+Beside the steps: `stage` takes a slot for a read ahead, `fill` a free one for an expert worth having, `pin` and
+`load_pinned` keep experts for good, `resize` changes how much memory the slabs take. Which experts a layer holds depends on
+what was acquired, filled, pinned and resized, in this order, and never on staging: a staged expert becomes the layer's only
+when it is acquired, and what the layer would have evicted for it goes then.
 
 A slot that is held by an acquire, or LOADING, is never evicted. A union larger than the layer's slots is worked
 through in `rounds`. One process, one thread writes; see `slots` for a slot's life, `view` for observers, `layout` for the bytes.
@@ -28,7 +28,7 @@ from colibri_mp.errors import PoolError
 from colibri_mp.shm.integrity import find_defects
 from colibri_mp.shm.layer_pool import LayerPool, SlabClass, StagingCounters
 from colibri_mp.shm.layout import LayerSlots, SlotState
-from colibri_mp.shm.policy import LayerDemand, StagingDemand, plan_size
+from colibri_mp.shm.policy import DEFAULT_EVICTION, Eviction, LayerDemand, StagingDemand, plan_size
 from colibri_mp.shm.segment import Segment
 from colibri_mp.shm.slots import LOADING, PINNED, Slots
 from colibri_mp.shm.tables import PoolTables
@@ -59,20 +59,22 @@ class ExpertPool:
     """Single writer of a pool segment. Slots are numbered through the whole pool."""
 
     def __init__(
-        self, segment: Segment, layers: Sequence[LayerSlots], fingerprint: str, *, floor: int = 1, staging: int = 0
-    ) -> None:
+        self, segment: Segment, layers: Sequence[LayerSlots], fingerprint: str, *, floor: int = 1, staging: int = 0,
+        eviction: Eviction = DEFAULT_EVICTION,
+    ) -> None:  # fmt: skip
         """Take over `segment`: a fresh one is formatted, one of the same model and layers is recovered.
 
         `floor` slots of each layer (one token's experts) are never pinned or given up; `staging` slots of each slab
         size are for reads ahead. After a crash of the previous writer LOADING and staged slots become FREE, READY and
-        PINNED ones are trusted, and the pool keeps the size that it had. The caller makes sure that the previous writer
+        PINNED ones are trusted, and the pool keeps the size that it had; of their uses only the order of the last ones is
+        known. The caller makes sure that the previous writer
         is dead. Raises `PoolError` if the segment is of another model, layer range or size, or below the floor.
         """
         _check_floor(layers, floor)
         self._tables = PoolTables(segment, layers, fingerprint, staging)
         self.layout = self._tables.layout
         self.addresses = self._tables.addresses
-        self._slots = Slots(self._tables, floor)
+        self._slots = Slots(self._tables, floor, eviction)
         self._layers = self._slots.layers
         self.check_integrity()
 
@@ -103,12 +105,26 @@ class ExpertPool:
         union = sorted(set(expert_ids))
         try:
             found = list(map(pool.slot_of.__getitem__, union))
+            is_ready = not pool.loading or pool.loading.isdisjoint(found)
         except KeyError:
-            return self._acquire_some(pool, union)
-        if pool.loading and not pool.loading.isdisjoint(found):
-            return self._acquire_some(pool, union)
-        self._slots.hold(pool, found)
-        return Held(layer, union, found, [], [], [], [], [], 0, 0, 0)
+            is_ready = False
+        if is_ready:
+            self._slots.hold(pool, union, found)
+            held = Held(layer, union, found, [], [], [], [], [], 0, 0, 0)
+        else:
+            held = self._acquire_some(pool, union)
+        pool.evictable.used(union)
+        return held
+
+    def find(self, layer: int, expert_ids: Iterable[int]) -> list[int] | None:
+        """Slots of experts that are all in memory; None if one is not, or is being read. Changes nothing."""
+        pool = self._layers.get(layer)
+        if pool is None or pool.loading:
+            return None
+        try:
+            return list(map(pool.slot_of.__getitem__, expert_ids))
+        except KeyError:
+            return None
 
     def mark_ready(self, slot: int, generation: int) -> None:
         """The slab's bytes are complete. `PoolError` if the slot is not LOADING under this generation."""
@@ -125,18 +141,20 @@ class ExpertPool:
 
     def release(self, held: Held) -> None:
         """End of use: the slots become evictable, the highest expert id as the most recent one."""
-        slots = held.hit_slots
+        experts, slots = held.hits, held.hit_slots
         if held.misses or held.pending:
-            experts = held.hits + held.misses + held.pending
-            pairs = zip(experts, held.hit_slots + held.miss_slots + held.pending_slots, strict=True)
-            slots = [slot for _, slot in sorted(pairs)]
-        self._slots.release(self._layers[held.layer], slots)
+            slot_of = dict(zip(held.hits, held.hit_slots, strict=True))
+            slot_of.update(zip(held.misses, held.miss_slots, strict=True))
+            slot_of.update(zip(held.pending, held.pending_slots, strict=True))
+            experts = sorted(slot_of)
+            slots = [slot_of[expert] for expert in experts]
+        self._slots.release(self._layers[held.layer], experts, slots)
 
     def slab_view(self, slot: int) -> NDArray[np.uint8]:
         """The slab's bytes, uint8 [slab_bytes], writable; valid while the slot is held or LOADING."""
         return self._tables.slab_view(slot, self._slots.owner(slot).entry.slab_bytes)
 
-    # ── reads ahead, pins, size ─────────────────────────────────────────────────────────────────────────────────────
+    # ── reads ahead, fills, pins, size ─────────────────────────────────────────────────────────────────────────────────────
 
     def stage(self, layer: int, expert: int) -> tuple[int, int] | None:
         """A staging slot and the generation for a read ahead of demand, which ends with `mark_ready` or `fail`.
@@ -150,6 +168,19 @@ class ExpertPool:
             return None
         self._slots.reserve(pool.slabs, 1)
         return self._with_generation(self._slots.load_staged(pool, expert))
+
+    def fill(self, layer: int, expert: int) -> Held | None:
+        """Give a slot that nobody uses to an expert that nobody has asked for yet: its only miss, to be released after the read.
+
+        It counts as no use. None if there is nothing to read (it is in memory, staged, or on its way) or no place: no free slot,
+        or none that a step could have beside it.
+        """
+        pool = self._layer(layer)
+        self._check_experts(pool, expert, expert)
+        is_known = expert in pool.slot_of or expert in pool.staged
+        if is_known or self.num_free(layer) < 1 or pool.num_available < 2:
+            return None
+        return self._acquire_some(pool, [expert])
 
     def pin(self, layer: int, expert: int) -> bool:
         """Never evict a READY expert of the layer, and lock it in memory where the system allows it.
@@ -197,7 +228,7 @@ class ExpertPool:
         """Let slabs take `slab_bytes`, of all that the segment has room for; returns what they may take from now on.
 
         Every layer keeps its floor, then come pins (the least recent are given up first), staging, and equal shares of
-        what each layer had. What is evicted is the least recent of its layer, and its pages go back to the system at once.
+        what each layer had. What is evicted is what the layer's policy chooses, and its pages go back to the system at once.
         What is held or being read stays until it is released or read; so the result can be above `slab_bytes`.
         """
         self._give_up_pins(slab_bytes)
@@ -273,12 +304,13 @@ class ExpertPool:
         promoted = [expert for expert in new if expert in pool.staged]
         misses = [expert for expert in new if expert not in pool.staged]
         slots.reserve(pool.slabs, len(misses) - num_evicted)
-        slots.hold(pool, [pool.slot_of[expert] for expert in union if expert in pool.slot_of])
+        here = [expert for expert in union if expert in pool.slot_of]
+        slots.hold(pool, here, [pool.slot_of[expert] for expert in here])
         for _ in range(num_evicted):
             slots.evict(pool)
         miss_slots = [slots.load(pool, expert) for expert in misses]
-        slots.hold(pool, miss_slots)
-        slots.hold(pool, [slots.promote(pool, expert) for expert in promoted])
+        slots.hold(pool, misses, miss_slots)
+        slots.hold(pool, promoted, [slots.promote(pool, expert) for expert in promoted])
         hits = [expert for expert in union if pool.residency[expert]]
         pending = sorted(set(union).difference(hits, misses))
         return Held(
@@ -335,7 +367,9 @@ class ExpertPool:
 
     def _num_usable(self, pool: LayerPool, union: list[int]) -> int:
         """Slots for a union: those that the layer can take or evict, and those in use that the union names."""
-        in_use = (slot for expert in union if (slot := pool.slot_of.get(expert)) is not None and slot not in pool.lru)
+        in_use = (
+            slot for expert in union if (slot := pool.slot_of.get(expert)) is not None and expert not in pool.evictable
+        )
         return pool.num_available + sum(1 for _ in in_use)
 
     def _check_room(self, pool: LayerPool, union: list[int]) -> None:

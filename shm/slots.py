@@ -7,11 +7,11 @@
     FREE ─load_staged▶ LOADING ─ready▶ READY ─promote▶ the layer's     staging, for each slab size
 
 A FREE slot belongs to nobody: layers and staging of one slab size take from the same stock, each up to its limit. Slots
-with pages are taken first, so there are never more pages than the limits allow. Every transition takes the same time
-however many slots there are. What may be done when is decided in `pool`, which is the only user.
+with pages are taken first, so there are never more pages than the limits allow. Every transition but an eviction (see
+`policy`) takes the same time however many slots there are. What may be done when is decided in `pool`, which is the only user.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from colibri_mp.errors import PoolError
 from colibri_mp.shm.layer_pool import LayerPool, SlabClass
 from colibri_mp.shm.layout import NO_EXPERT, NO_LAYER, SlotFlag, SlotState
 from colibri_mp.shm.pages import PageLocks
+from colibri_mp.shm.policy import Eviction
 from colibri_mp.shm.tables import PAGES_RESERVED, PoolTables
 
 FREE, LOADING, READY, PINNED = (int(state) for state in SlotState)
@@ -28,16 +29,17 @@ STAGED = int(SlotFlag.STAGED)
 class Slots:
     """Everything that changes in a pool. `holds` counts, for each slot, the acquires that have not been released."""
 
-    def __init__(self, tables: PoolTables, floor: int) -> None:
+    def __init__(self, tables: PoolTables, floor: int, eviction: Eviction) -> None:
         """Take over what the tables say: READY and PINNED slots are trusted, LOADING and staged ones become FREE."""
         self.tables = tables
         layout = tables.layout
         self.classes = [SlabClass(*pair) for pair in zip(layout.classes, tables.staging_limits, strict=True)]
         rows = zip(layout.layers, layout.class_of_layer, tables.limits, strict=True)
-        self.layers = {
-            entry.layer: LayerPool(entry, self.classes[idx], limit, min(floor, entry.num_experts))
-            for entry, idx, limit in rows
-        }
+        self.layers: dict[int, LayerPool] = {}
+        for entry, idx, limit in rows:
+            own_floor = min(floor, entry.num_experts)
+            policy = eviction.make(entry.layer, entry.num_experts, own_floor)
+            self.layers[entry.layer] = LayerPool(entry, self.classes[idx], limit, own_floor, policy)
         self.holds = [0] * layout.num_slots
         self.clock = int(tables.slots["last_use"].max()) + 1
         self.locks = PageLocks()
@@ -49,17 +51,19 @@ class Slots:
 
     # ── use ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def hold(self, pool: LayerPool, slots: Iterable[int]) -> None:
-        """Keep slots of a layer from being evicted, until `release`."""
-        holds, take_out = self.holds, pool.lru.pop
+    def hold(self, pool: LayerPool, experts: Iterable[int], slots: Iterable[int]) -> None:
+        """Keep experts of a layer, in these slots, from being evicted, until `release`."""
+        holds, take_out = self.holds, pool.evictable.pop
         for slot in slots:
             holds[slot] += 1
-            take_out(slot, None)
+        for expert in experts:
+            take_out(expert, None)
 
-    def release(self, pool: LayerPool, slots: Iterable[int]) -> None:
-        """Undo `hold`; the last of `slots` becomes the most recent one."""
-        holds, states, last_use, lru, clock = self.holds, self.tables.states, self.tables.last_use, pool.lru, self.clock
-        for slot in slots:
+    def release(self, pool: LayerPool, experts: Sequence[int], slots: Sequence[int]) -> None:
+        """Undo `hold`; the last one becomes the most recent one."""
+        holds, states, last_use, clock = self.holds, self.tables.states, self.tables.last_use, self.clock
+        evictable = pool.evictable
+        for expert, slot in zip(experts, slots, strict=True):
             holds[slot] -= 1
             if holds[slot]:
                 continue
@@ -68,7 +72,7 @@ class Slots:
                 last_use[slot] = clock
                 clock += 1
                 if state == READY:
-                    lru[slot] = None
+                    evictable[expert] = None
             elif state == FREE:
                 self._leave(pool, slot)
         self.clock = clock
@@ -134,8 +138,8 @@ class Slots:
     # ── between FREE, layer and staging ─────────────────────────────────────────────────────────────────────────────
 
     def evict(self, pool: LayerPool) -> None:
-        """The least recent READY slot of the layer becomes FREE."""
-        self._remove(pool, pool.lru.evict())
+        """The slot of the layer's READY expert that its policy chooses becomes FREE."""
+        self._remove(pool, pool.slot_of[pool.evictable.evict()])
 
     def promote(self, pool: LayerPool, expert: int) -> int:
         """A staged slot becomes the layer's, which is below its limit, as its most recent one; not evictable yet."""
@@ -169,7 +173,7 @@ class Slots:
         """READY to PINNED, and locked in memory if the system allows it; LOADING: when the read ends."""
         pool.pinned.add(slot)
         if self.tables.states[slot] == READY:
-            pool.lru.pop(slot, None)
+            pool.evictable.pop(self.tables.experts[slot], None)
             self._set_pinned(pool, slot)
 
     def unpin(self, pool: LayerPool, slot: int) -> None:
@@ -204,7 +208,7 @@ class Slots:
 
     def trim(self, pool: LayerPool) -> None:
         """Evict until the layer is within its limit, as far as its slots are not in use."""
-        while pool.num_owned > pool.limit and pool.lru:
+        while pool.num_owned > pool.limit and pool.evictable:
             self.evict(pool)
 
     def trim_staging(self, slabs: SlabClass) -> None:
@@ -263,7 +267,7 @@ class Slots:
         """A READY or PINNED slot that nobody holds becomes the most recent one."""
         self._stamp(slot)
         if self.tables.states[slot] == READY:
-            pool.lru[slot] = None
+            pool.evictable[self.tables.experts[slot]] = None
             self.trim(pool)
 
     def _stamp(self, slot: int) -> None:
@@ -304,7 +308,7 @@ class Slots:
             self._punch(slabs)
 
     def _take_over(self, slot: int) -> None:
-        """A READY or PINNED slot of the last writer."""
+        """A READY or PINNED slot of the last writer; to the policy it has been used once. Called in order of the last use."""
         pool, expert = self.layers.get(self.tables.layers[slot]), self.tables.experts[slot]
         if pool is None or not 0 <= expert < pool.entry.num_experts:
             raise PoolError(
@@ -313,8 +317,9 @@ class Slots:
             )
         self._join(pool, expert, slot)
         pool.residency[expert] = True
+        pool.evictable.used((expert,))
         if self.tables.states[slot] == PINNED:
             pool.pinned.add(slot)
             self._set_pinned(pool, slot)
         else:
-            pool.lru[slot] = None
+            pool.evictable[expert] = None

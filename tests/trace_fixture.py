@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from colibri_mp.messages import StepCounters
+from colibri_mp.shm.policy import Lru
 from colibri_mp.simulate.cache import LayerCache
-from colibri_mp.simulate.policies import PoolLru
 from colibri_mp.trace import Trace, TracedLayer, TraceHeader, read_trace
 from colibri_mp.trace_writer import TraceWriter
 
@@ -36,7 +36,7 @@ def write_run(
     A layer takes 1 ms, `visit_s` more if anything is missing and `miss_s` more for each miss.
     """
     writer = TraceWriter(path, head)
-    caches = [LayerCache(layer.num_slots, PoolLru()) for layer in head.layers]
+    caches = [LayerCache(layer.num_slots, Lru()) for layer in head.layers]
     for number, unions in enumerate(steps, 1):
         writer.start_step(number, num_rows, 0)
         step_s = 0.0

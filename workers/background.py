@@ -51,6 +51,7 @@ class Background:
     events: list[PoolEvent] = field(default_factory=list)
     misses: Misses = field(default_factory=Misses)
     refusal: str = ""
+    _landed: list[tuple[Wish, Held]] = field(default_factory=list)  # fills that have been read, still held
     _wishes: deque[Wish] = field(default_factory=deque)
     _kept: dict[int, tuple[Wish, Held | None]] = field(default_factory=dict)  # by slot: being read; a pin is not held
     _staged: dict[int, _Staged] = field(default_factory=dict)  # by slot: being read for a hint
@@ -58,8 +59,8 @@ class Background:
 
     @property
     def num_waiting(self) -> int:
-        """Wishes that are not in memory yet."""
-        return len(self._wishes) + len(self._kept)
+        """Wishes that are not in memory yet, or may not be evicted yet."""
+        return len(self._wishes) + len(self._kept) + len(self._landed)
 
     def under_way(self, layer: int) -> set[int]:
         """The experts of a layer that are being read for wishes."""
@@ -127,6 +128,7 @@ class Background:
 
     def read_on(self) -> None:
         """Begin what may begin now; for moments without a step."""
+        self.settle()
         while self._wishes and len(self._kept) < MOST_WISHES:
             wish = self._wishes.popleft()
             try:
@@ -149,11 +151,8 @@ class Background:
     def _begin_fill(self, wish: Wish) -> None:
         """An expert for a slot that nobody has used yet; nothing is evicted for it."""
         layer, expert = wish.layer, wish.expert
-        if self.pool.num_free(layer) < 1 or self.pool.residency(layer)[expert]:
-            return
-        held = self.pool.acquire(layer, [expert])
-        if not held.misses:
-            self.pool.release(held)
+        held = self.pool.fill(layer, expert)
+        if held is None:
             return
         (slot,), (generation,) = held.miss_slots, held.generations
         self._kept[slot] = (wish, held)
@@ -168,10 +167,19 @@ class Background:
         wish, held = self._kept.pop(slot, (None, None))
         if wish is None:
             return
+        if held is not None and error is None:
+            self._landed.append((wish, held))
+            return
         if held is not None:
             self.pool.release(held)
-        end = "drop" if error else "pin" if wish.is_pinned else "unpin"
-        self.events.append(PoolEvent(end, wish.layer, wish.expert))
+        self.events.append(PoolEvent("drop" if error else "pin", wish.layer, wish.expert))
+
+    def settle(self) -> None:
+        """What has been filled may be evicted from now on; between two steps, so that a step's victims do not depend on the disk."""
+        landed, self._landed = self._landed, []
+        for wish, held in landed:
+            self.pool.release(held)
+            self.events.append(PoolEvent("unpin", wish.layer, wish.expert))
 
     def take_events(self) -> list[PoolEvent]:
         """The events since the last call."""

@@ -24,11 +24,12 @@ from numpy.typing import NDArray
 from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.config import Verify
 from colibri_mp.errors import ProtocolError, ReadError
-from colibri_mp.kernels.expert import ExpertStage
+from colibri_mp.kernels.expert import BoundStep, ExpertStage
 from colibri_mp.kernels.layout import ExpertShape, pack
 from colibri_mp.kernels.team import ThreadTeam
-from colibri_mp.messages import PoolEvent, PoolReport, StepCounters, Wish
+from colibri_mp.messages import Frame, PoolEvent, PoolReport, StepBuffers, StepCounters, Wish, route_head
 from colibri_mp.shm.layout import LayerSlots
+from colibri_mp.shm.policy import DEFAULT_EVICTION, Eviction
 from colibri_mp.shm.pool import ExpertPool, Held
 from colibri_mp.shm.segment import Segment
 from colibri_mp.workers.background import Background
@@ -60,6 +61,7 @@ class WorkerConfig:
     read_timeout_s: float = 60.0
     staging: int = 0
     advises: bool = False
+    eviction: Eviction = DEFAULT_EVICTION
 
     @property
     def takes_hints(self) -> bool:
@@ -71,8 +73,18 @@ class WorkerConfig:
         return f"layers {self.expert_layers[0].layer}..{self.expert_layers[-1].layer}"
 
 
+MOST_AT_ONCE = 16
+"""Tokens of a step that `answer_at_once` takes: for more, what it saves is nothing beside the computing."""
 _REPORT_S = 0.25  # between two reports in which nothing happened but reads ahead
 _STAGING_COUNTERS = ("issued", "promoted", "late", "dropped", "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """A step of one shape: its frames, and the experts' stage that works on them."""
+
+    buffers: StepBuffers
+    stage: BoundStep
 
 
 class _Stopwatch:
@@ -130,8 +142,9 @@ class Worker:
             self._segment = Segment.attach(config.segment_name)
             stack.callback(self._segment.close)
             self._pool = ExpertPool(
-                self._segment, config.slots, config.fingerprint, floor=config.top_k, staging=config.staging
-            )
+                self._segment, config.slots, config.fingerprint, floor=config.top_k, staging=config.staging,
+                eviction=config.eviction,
+            )  # fmt: skip
             stack.callback(self._pool.close)
             self._team = ThreadTeam(config.num_threads)
             stack.callback(self._team.close)
@@ -145,6 +158,10 @@ class Worker:
             self._background = Background(self._pool, self._begin_background, self._call_off)
             self._resources = stack.pop_all()
         self._reads: dict[int, int] = {}  # slot -> generation of the read that fills it
+        self._bound: dict[tuple[int, int], _Bound] = {}  # by layer and number of tokens
+        self._used: tuple[int, list[int]] | None = (
+            None  # layer and experts of the last `answer_at_once`, until `settle`
+        )
         self._held: Held | None = None  # what the last round acquired, until `settle`
         self._under_way: set[int] = set()  # experts that were being read for wishes when the step began
         self._bytes_read = 0  # since the last step
@@ -177,6 +194,7 @@ class Worker:
         do not fit the layer. The pool is sound afterwards and the next step works.
         """
         self.settle()
+        self._background.settle()
         self._check_arrays(layer, x, ids, weights, out)
         self._under_way = self._background.under_way(layer)
         stage, tally = self._stages[layer], _Tally()
@@ -200,6 +218,45 @@ class Worker:
                 stage.finish(out)
         return tally.counters(self._take_bytes_read(), self._disk_time())
 
+    def answer_at_once(self, frame: bytes, before_compute: Callable[[], None]) -> Frame | None:
+        """The `Routed` frame that answers a `Route` frame, if it is for few tokens and all their experts are in memory, and nothing
+        has happened that has to be told; None: `step` is needed. The same bits, with an eighth of the interpreter's work.
+
+        The frame returned is used again by the next call. What the step used is noted in the pool by `settle`.
+        """
+        head = route_head(frame)
+        if head is None or self._reads or self._bytes_read or self._audit is not None:
+            return None
+        step, layer, num_tokens, _, _ = head
+        bound = self._bound.get((layer, num_tokens)) or self._bind(*head[1:])
+        if bound is None or len(frame) != bound.buffers.route_bytes:
+            return None
+        self.settle()
+        bound.buffers.load(frame)
+        experts = sorted(set(bound.buffers.ids.ravel().tolist()))
+        slots = self._pool.find(layer, experts)
+        if slots is None:
+            return None
+        before_compute()
+        started = time.perf_counter()
+        bound.stage.run(experts, self._pool.addresses[slots])
+        seconds = time.perf_counter() - started
+        self._used = layer, experts
+        return bound.buffers.answer(step, layer, len(experts), seconds)
+
+    def _bind(self, layer: int, num_tokens: int, hidden: int, top_k: int) -> "_Bound | None":
+        """What `answer_at_once` needs for steps of one shape; made once. None: `step` has to look at it."""
+        spec = self._layers.get(layer)
+        if spec is None or not 0 < num_tokens <= min(MOST_AT_ONCE, self.config.max_tokens):
+            return None
+        if (hidden, top_k) != (spec.hidden, self.config.top_k):
+            return None
+        buffers = StepBuffers(num_tokens, hidden, top_k)
+        stage = self._stages[layer]
+        bound = _Bound(buffers, stage.bind(buffers.x, buffers.ids, buffers.weights, buffers.y))
+        self._bound.update({(other, num_tokens): bound for other, shared in self._stages.items() if shared is stage})
+        return bound
+
     def expect_step(self) -> None:
         """A step is on its way: wake the compute threads, which takes as long as reading the message."""
         self._team.expect()
@@ -208,6 +265,10 @@ class Worker:
         """Make the experts of the last step evictable. Idempotent."""
         if self._reads:
             self._take_landed(self._streamer.landed(0.0))
+        if self._used is not None:
+            used, self._used = self._used, None
+            self._held = self._pool.acquire(*used)
+            self._background.step_acquired(self._held)
         if self._held is not None:
             held, self._held = self._held, None
             self._pool.release(held)
@@ -215,6 +276,7 @@ class Worker:
     def resize(self, slab_bytes: int) -> int:
         """Keep the pool's slabs within `slab_bytes` from now on; returns what they may take (see `ExpertPool.resize`)."""
         self.settle()
+        self._background.settle()
         pins = {layer: self._pool.pinned(layer) for layer in self._layers}
         limits = self._pool.limits()
         usable_bytes = self._pool.resize(slab_bytes)

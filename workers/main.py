@@ -1,6 +1,6 @@
 """The process of one worker: attach the pool, say hello, answer `Route` and `Resize` until `Stop` or the coordinator's death.
 
-The wait is on the socket and on the parent's sentinel (its end of a pipe closes when it dies, however it dies). A worker
+A wait for a message looks every 100 ms whether the coordinator lives (its end of a pipe closes when it dies, however it dies). A worker
 that outlives its coordinator removes what that could not: its segment's name and the run directory.
 """
 
@@ -18,12 +18,13 @@ import numpy as np
 
 from colibri_mp import log, rundir
 from colibri_mp.errors import ColibriError, ProtocolError
-from colibri_mp.messages import Failed, Hello, Hint, Keep, Message, Resize, Resized, Route, Routed, Stop
+from colibri_mp.messages import Failed, Hello, Hint, Keep, Message, Resize, Resized, Route, Routed, Stop, from_frames
 from colibri_mp.shm.segment import unlink_stale
-from colibri_mp.transport import Link, Waiter
+from colibri_mp.transport import Link
 from colibri_mp.workers.core import Worker, WorkerConfig
 
 _log = logging.getLogger(__name__)
+_WATCH_S = 0.1  # how often a wait looks whether the coordinator lives
 _READ_ON_S = 0.002  # between two looks at what is being read to be kept, while there is no step
 SWITCH_S = 0.0005  # how long a reading thread may keep the interpreter while the compute thread waits for it
 
@@ -56,15 +57,24 @@ def _serve(config: WorkerConfig, link: Link) -> None:
         worker.close()
 
 
+class _Answered:
+    """A route has come, and has been answered."""
+
+
+_ANSWERED = _Answered()
+
+
 def _loop(worker: Worker, link: Link) -> None:
     parent = parent_process()
     assert parent is not None, "a worker is a child of the coordinator"
-    waiter = Waiter([link, parent.sentinel])
     inbox = _Inbox(worker, link)
     reads_on = False
-    while parent.sentinel not in waiter.wait(0.0 if inbox.has_more else _READ_ON_S if reads_on else None):
-        message = inbox.next()
+    while True:
+        message = inbox.next(_READ_ON_S if reads_on else _WATCH_S)
         match message:
+            case None:
+                if not parent.is_alive():
+                    return
             case Stop():
                 return
             case Route():
@@ -76,7 +86,7 @@ def _loop(worker: Worker, link: Link) -> None:
                 usable_bytes = worker.resize(slab_bytes)
                 _report(worker, link)
                 link.send(Resized(worker.config.worker_id, usable_bytes))
-            case Hint() | None:
+            case Hint() | _Answered():
                 pass
             case other:
                 raise ProtocolError(f"{type(other).__name__} sent to a worker")
@@ -86,35 +96,39 @@ def _loop(worker: Worker, link: Link) -> None:
 
 
 class _Inbox:
-    """What has come over the link. Hints are worth something at once, in the middle of a step too; all else keeps its order."""
+    """What has come over the link. Hints are worth something at once, in the middle of a step too; all else keeps its order.
+
+    Routes that can be answered at once are: in place of them `next` says so.
+    """
 
     def __init__(self, worker: Worker, link: Link) -> None:
         self._worker, self._link = worker, link
         self._waiting: deque[Message] = deque()
 
-    @property
-    def has_more(self) -> bool:
-        """Whether `next` has a message that came during a step."""
-        return bool(self._waiting)
-
-    def next(self) -> Message | None:
-        """The next message, None if there is none; a hint has been taken already."""
+    def next(self, timeout_s: float) -> Message | _Answered | None:
+        """The next message, None if there is none in time; a hint has been taken already."""
         if self._waiting:
             return self._waiting.popleft()
-        self._worker.expect_step()
-        return self._receive()
+        frames = self._link.receive_frames(timeout_s, self._worker.expect_step)
+        if frames is None:
+            return None
+        answer = self._worker.answer_at_once(frames[0], self.look_beside)
+        if answer is None:
+            return self._taken(from_frames(frames))
+        self._link.send_frame(answer)
+        self._worker.settle()  # while the coordinator goes on with the next layer
+        return _ANSWERED
 
     def look_beside(self) -> None:
         """In a step, before it computes: report what happened before it, and take the hints that have come; the rest waits for `next`."""
         _report(self._worker, self._link)
         if not self._worker.config.takes_hints:
             return
-        while (message := self._receive()) is not None:
-            if not isinstance(message, Hint):
+        while (message := self._link.receive(0.0)) is not None:
+            if not isinstance(self._taken(message), Hint):
                 self._waiting.append(message)
 
-    def _receive(self) -> Message | None:
-        message = self._link.receive(0.0)
+    def _taken(self, message: Message) -> Message:
         if isinstance(message, Hint):
             self._worker.hint(message.layer, message.experts.tolist())
         return message

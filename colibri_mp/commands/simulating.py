@@ -54,7 +54,7 @@ def register(verbs: Verbs) -> None:
         (
             "--policy",
             "NAME,...",
-            "lru,lfu,lru-freq,lrfu,lru+pins,belady, which are described in docs/trace.md (default: all)",
+            "lrfu,lru,lfu,lru-freq,lru+pins,belady, which are described in docs/trace.md (default: all)",
         ),
         ("--model", "DIR", "where the checkpoint of the trace is, for --ram (default: where it was)"),
         ("--disk", "SIZE", "bytes/s that a disk reads (default: as the trace saw it)"),

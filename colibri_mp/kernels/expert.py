@@ -15,6 +15,7 @@ A row's partial result is the same whatever else is in the batch, and the sum ha
 in which experts arrive changes a bit. The compiled part is `expert_stages`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,18 @@ class ExpertStage:
         self._rows_done = count_rows(self._expert_ids, len(expert_ids), self._starts)
         self._check_complete()
 
+    def bind(
+        self,
+        x: npt.NDArray[np.float32],
+        ids: npt.NDArray[np.int32],
+        weights: npt.NDArray[np.float32],
+        out: npt.NDArray[np.float32],
+    ) -> "BoundStep":
+        """`run` for arrays that stay where they are."""
+        self._set_inputs(x, ids, weights)
+        self._set_output(out)
+        return BoundStep(self, (x, ids, weights, out))
+
     def _set_inputs(
         self, x: npt.NDArray[np.float32], ids: npt.NDArray[np.int32], weights: npt.NDArray[np.float32]
     ) -> None:
@@ -212,3 +225,21 @@ class ExpertStage:
     def _helpers_for(self, num_experts: int) -> int | None:
         """How many helpers to wake, None: all."""
         return 0 if num_experts * self.shape.nbytes * self._num_tokens < ALONE_BYTES else None
+
+
+class BoundStep:
+    """`ExpertStage.run` for arrays that stay where they are: all that changes from step to step is which experts. Made by `bind`."""
+
+    def __init__(self, stage: ExpertStage, arrays: tuple[npt.NDArray[Any], ...]) -> None:
+        self._stage, self._arrays = stage, arrays  # kept alive: the frame has their addresses
+        self._frame = stage._frame.copy()
+        self._num_experts = self._frame["compute"]["num_experts"]
+        self._row_bytes = stage.shape.nbytes * len(arrays[0])
+
+    def run(self, expert_ids: Sequence[int], slab_addresses: npt.NDArray[np.int64]) -> None:
+        """Ids of the distinct experts in the ids that are bound now, int64 [n] addresses of their slabs."""
+        stage, num_experts = self._stage, len(expert_ids)
+        stage._expert_ids[:num_experts], stage._slabs[:num_experts] = expert_ids, slab_addresses
+        self._num_experts[0] = num_experts
+        alone = num_experts * self._row_bytes < ALONE_BYTES
+        stage._team.run(STEP_STAGE, self._frame, max_helpers=0 if alone else None)

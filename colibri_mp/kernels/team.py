@@ -182,6 +182,9 @@ class ThreadTeam:
         if num_threads < 1:
             raise ValueError(f"a team needs at least one thread, not {num_threads}")
         self.num_threads = num_threads
+        self._frames: dict[
+            int, tuple[npt.NDArray[Any], int, int]
+        ] = {}  # by id; an id is not used again while its frame is here
         self._control = aligned_bytes(_CONTROL_BYTES, 128)
         self._control_address = int(self._control.ctypes.data)
         self._read_fd, self._write_fd = os.pipe()
@@ -200,15 +203,22 @@ class ThreadTeam:
 
         `max_helpers`: how many to wake at most; 0 for work of a few microseconds, which waking (5-20 us) would only delay.
         """
-        words = -(-frame.nbytes // 8)
-        assert words * 8 == frame.nbytes <= FRAME_BYTES, (
-            f"frame of {frame.nbytes} bytes: a multiple of 8, at most {FRAME_BYTES}"
-        )
-        tag = _open_job(self._control_address, stage.address, frame.ctypes.data, words)
+        known = self._frames.get(id(frame))
+        _, address, words = self._look_at(frame) if known is None else known
+        tag = _open_job(self._control_address, stage.address, address, words)
         wanted = len(self._helpers) if max_helpers is None else min(max_helpers, len(self._helpers))
         if wanted:
             self._wake(wanted - _call_helpers(self._control_address, tag))
         _run_opened(self._control_address, stage.address, tag)
+
+    def _look_at(self, frame: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], int, int]:
+        """A frame, its address and 8-byte words, which numpy takes its time to tell. Kept, since stages use one frame all their life."""
+        words = -(-frame.nbytes // 8)
+        assert words * 8 == frame.nbytes <= FRAME_BYTES, (
+            f"frame of {frame.nbytes} bytes: a multiple of 8, at most {FRAME_BYTES}"
+        )
+        self._frames[id(frame)] = known = (frame, frame.ctypes.data, words)
+        return known
 
     def expect(self) -> None:
         """Wake the helpers for a job that comes within 0.1 ms, so that they are there when it does.

@@ -3,19 +3,13 @@
 import re
 
 from colibri_mp.tokenizer import Tokenizer
+from colibri_mp.vocabulary import byte_alphabet
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACED = "\ufffd"
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """The characters by which byte-level vocabularies write bytes (GPT-2's `bytes_to_unicode`, reversed)."""
-    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in kept]
-    return {chr(byte): byte for byte in kept} | {chr(256 + idx): byte for idx, byte in enumerate(others)}
-
-
-_ALPHABET = _byte_alphabet()
+_ALPHABET = byte_alphabet()
 
 
 class TokenTexts:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from colibri_mp.errors import TraceError
-from colibri_mp.simulate.policies import Belady, Lfu, Lrfu, LruFreq, Policy, PoolLru
+from colibri_mp.shm.policy import HALF_LIFE_TOKENS, Lrfu, Lru
+from colibri_mp.simulate.policies import Belady, Lfu, LruFreq, Policy
 
-_HALF_LIFE_TOKENS = 16
 _LEARNING_SHARE = 0.1
 
 Unions = Sequence[Sequence[int]]
@@ -62,7 +62,7 @@ class LayerCache:
         """The expert may be evicted, as the one used last."""
         if expert in self._pinned or expert in self._filling:
             self.drop(expert)
-            self._policy.add(expert)
+            self._policy[expert] = None
             self._trim()
 
     def drop(self, expert: int) -> None:
@@ -102,24 +102,26 @@ class LayerCache:
         self._loading.difference_update(union)
         num_awaited -= len(self._loading)
         capacity = self.num_slots - len(self._pinned) - len(self._filling)
-        taken_over = sorted(self._filling.intersection(union))
-        self._filling.difference_update(taken_over)
-        others = [e for e in union if e not in self._pinned and e not in taken_over]
+        staying = [e for e in union if e in self._pinned or e in self._filling]
+        self._filling.difference_update(staying)
+        others = [e for e in union if e not in staying]
         if len(others) <= capacity:
-            misses, evictions = self._hold(sorted([*taken_over, *others]))
+            misses, evictions = self._hold(union)
         else:
-            misses, evictions = self._hold_in_rounds(others, taken_over, capacity)
+            misses, evictions = self._hold_in_rounds(others, staying, capacity)
         return misses + num_awaited, evictions
 
     def _hold(self, union: Sequence[int]) -> tuple[int, int]:
         policy = self._policy
-        hits = [e for e in union if e in policy]
+        evictable = [e for e in union if e not in self._pinned] if self._pinned else union
+        hits = [e for e in evictable if e in policy]
         for expert in hits:
             policy.pop(expert)
-        num_evicted = self._make_room(len(union))
-        for expert in union:
-            policy.add(expert)
-        return len(union) - len(hits), num_evicted
+        num_evicted = self._make_room(len(evictable))
+        policy.used(union)
+        for expert in evictable:
+            policy[expert] = None
+        return len(evictable) - len(hits), num_evicted
 
     def _hold_in_rounds(self, union: Sequence[int], at_first: list[int], capacity: int) -> tuple[int, int]:
         """Rounds of `capacity` experts, the resident ones first, those `at_first` beside the first round's."""
@@ -150,8 +152,9 @@ class BoundCache(LayerCache):
         hits = [e for e in union if e in self._policy]
         for expert in hits:
             self._policy.pop(expert)
+        self._policy.used(union)
         for expert in union:
-            self._policy.add(expert)
+            self._policy[expert] = None
         return len(union) - len(hits), self._make_room(0)
 
 
@@ -162,7 +165,7 @@ class PinningCache(LayerCache):
     """
 
     def __init__(self, num_slots: int, floor: int, unions: Unions) -> None:
-        super().__init__(num_slots, PoolLru())
+        super().__init__(num_slots, Lru())
         self._visits_to_learn = int(len(unions) * _LEARNING_SHARE)
         uses = Counter(expert for union in unions[: self._visits_to_learn] for expert in union)
         self._chosen = {expert for expert, _ in uses.most_common((num_slots - floor) // 2)}
@@ -182,6 +185,10 @@ class PinningCache(LayerCache):
         return counts
 
 
+def _num_experts(unions: Unions) -> int:
+    return 1 + max((union[-1] for union in unions if union), default=0)
+
+
 class PolicyKind(NamedTuple):
     """A policy as it is listed: what it does, and how a layer's cache is made from its unions, slots and floor."""
 
@@ -190,13 +197,13 @@ class PolicyKind(NamedTuple):
 
 
 POLICIES = {
-    "lru": PolicyKind("least recently used; the pool's own", lambda _, slots, __: LayerCache(slots, PoolLru())),
+    "lrfu": PolicyKind(
+        f"uses that lose half their weight in {HALF_LIFE_TOKENS:.0f} tokens; the pool's own",
+        lambda unions, slots, floor: LayerCache(slots, Lrfu(_num_experts(unions), HALF_LIFE_TOKENS * floor)),
+    ),
+    "lru": PolicyKind("least recently used", lambda _, slots, __: LayerCache(slots, Lru())),
     "lfu": PolicyKind("least uses since the start", lambda _, slots, __: LayerCache(slots, Lfu())),
     "lru-freq": PolicyKind("frequency x recency", lambda _, slots, __: LayerCache(slots, LruFreq())),
-    "lrfu": PolicyKind(
-        f"uses that lose half their weight in {_HALF_LIFE_TOKENS} tokens",
-        lambda _, slots, floor: LayerCache(slots, Lrfu(_HALF_LIFE_TOKENS * floor)),
-    ),
     "lru+pins": PolicyKind(
         f"LRU; half of the slots above the floor pinned by the first {_LEARNING_SHARE:.0%} of the trace",
         lambda unions, slots, floor: PinningCache(slots, floor, unions),

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from colibri_mp.shm.policy import Eviction
 from colibri_mp.simulate.cache import POLICIES, LayerCache
-from colibri_mp.simulate.policies import PoolLru
 from colibri_mp.simulate.prediction import FORMULA, Costs, decode_seconds, measure_costs
 from colibri_mp.simulate.sizes import Size
 from colibri_mp.simulate.workload import LayerWorkload, Outcome, Workload, workload_of
-from colibri_mp.trace import Trace
+from colibri_mp.trace import Trace, TracedLayer
 
 _FEW_READS = 1000
 
@@ -77,7 +77,7 @@ def simulate(
     workload = workload_of(trace)
     costs = measure_costs(workload, disk)
     progress("simulating the run itself")
-    as_run = _as_run(workload)
+    as_run = _as_run(workload, trace.header.eviction)
     possible = [size for size in sizes if not size.refusal]
     cells: list[Cell] = []
     for size in possible:
@@ -96,9 +96,9 @@ def _notes(as_run: AsRun, costs: Costs) -> Iterator[str]:
         yield f"costs of a miss are from {costs.num_reads} reads only: trace a run with less memory for better speeds"
 
 
-def _as_run(workload: Workload) -> AsRun:
+def _as_run(workload: Workload, eviction: Eviction) -> AsRun:
     layers = workload.layers
-    outcomes = [layer.replay(LayerCache(layer.layer.num_slots, PoolLru())) for layer in layers]
+    outcomes = [layer.replay(_cache_as_run(eviction, layer.layer)) for layer in layers]
     asked = sum(int(layer.asked.sum()) for layer in layers)
     misses = sum(int(outcome.misses.sum()) for outcome in outcomes)
     decode_s = decode_seconds(workload)
@@ -114,6 +114,10 @@ def _as_run(workload: Workload) -> AsRun:
         decode_tokens=workload.num_decode_tokens,
         decode_tok_s=workload.num_decode_tokens / decode_s if decode_s else None,
     )
+
+
+def _cache_as_run(eviction: Eviction, layer: TracedLayer) -> LayerCache:
+    return LayerCache(layer.num_slots, eviction.make(layer.layer, layer.num_experts, layer.floor))
 
 
 def _agree(layer: LayerWorkload, outcome: Outcome) -> bool:

@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,7 +17,7 @@ from colibri_mp.errors import ConfigError, MemoryPlanError
 from colibri_mp.planner import plan_for
 from colibri_mp.simulate.grid import simulate
 from colibri_mp.simulate.sizes import sizes_by_slots
-from colibri_mp.trace import FILL, LAYER, PIN, STEP, read_trace
+from colibri_mp.trace import FILL, LAYER, PIN, STEP, Trace, read_trace
 
 TINY = Path(__file__).parents[1] / "golden" / "tiny"
 PROMPT = "Once upon a time there was a king who lived in a castle by the sea, and every morning"
@@ -38,10 +40,10 @@ def small_ram(**settings: Any) -> str:
     "settings",
     [
         {"slots": 4, "num_workers": 1},  # the floor: one token's experts; every prompt takes rounds
-        {"slots": 9, "num_workers": 3, "expert_top_p": 0.8},
+        {"slots": 9, "num_workers": 3, "expert_top_p": 0.8, "policy": "lru"},
         {"ram": "", "num_workers": 1, "prefill_chunk": 16},  # layers of different sizes
     ],
-    ids=["floor", "three workers, top-p", "by memory"],
+    ids=["floor", "three workers, top-p, LRU", "by memory"],
 )
 def test_simulation_is_the_run(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Hits, misses and evictions of every layer and step are equal, and add up to the cluster's own counters."""
@@ -68,7 +70,10 @@ def test_simulation_is_the_run(tmp_path: Path, settings: dict[str, Any]) -> None
 
 
 def test_simulation_follows_pins_fills_and_reads_ahead(tmp_path: Path) -> None:
-    """With everything that reads beside the steps: promoted experts are misses of the simulation, pins and fills are events."""
+    """With everything that reads beside the steps: promoted experts are misses of the simulation, pins and fills are events.
+
+    The second launch starts with what the first has learned, which its trace says and the simulation needs.
+    """
     settings = {
         "usage": str(tmp_path / "usage"),
         "pins": 0.5,
@@ -89,9 +94,18 @@ def test_simulation_follows_pins_fills_and_reads_ahead(tmp_path: Path) -> None:
         assert (run.simulated_hits, run.simulated_misses) == (cache["hits"], cache["misses"] + cache["promoted"])
         assert cache["promoted"] > 0
         assert tiers["reads_ahead"]["issued"] >= cache["promoted"]
+    assert all(max(layer.prior) > 1 for layer in trace.header.layers)
+    assert not is_exact_without_prior(trace)
     assert tiers["pins"] == 6 * 4, "half of the slots above one token's four"
     assert len(trace.of_kind(FILL)) > 0
     assert len(trace.of_kind(PIN)) >= 24
+
+
+def is_exact_without_prior(trace: Trace) -> bool:
+    """Whether the simulation agrees with the run if the pools had started from nothing."""
+    layers = tuple(msgspec.structs.replace(layer, prior=()) for layer in trace.header.layers)
+    cold = replace(trace, header=msgspec.structs.replace(trace.header, layers=layers))
+    return simulate(cold, sizes_by_slots(cold.header, [12]), ["lru"], None, lambda _: None).as_run.is_exact
 
 
 def check_steps(steps: Any, stats: dict[str, Any]) -> None:
@@ -150,7 +164,7 @@ def test_trace_from_the_command_line(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     cache = json.loads(done.stdout.splitlines()[-1])["cache"]
-    asked = [*command, "simulate", "t", "--ram", "1GB", "--slots", "6", "--policy", "lru,belady", "--json"]
+    asked = [*command, "simulate", "t", "--ram", "1GB", "--slots", "6", "--policy", "lrfu,belady", "--json"]
     made = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert made.returncode == 0, made.stderr
     found = json.loads(made.stdout.splitlines()[-1])

@@ -19,13 +19,14 @@ NUM_EXPERTS, TOP_K = 8, 2  # of all fixtures but glm4_moe_groups, whose pools ar
 REFERENCE = {"num_workers": 1, "num_threads": 1, "ctx": 128}
 VARIANTS: list[dict[str, Any]] = [  # the usage that one has learned is read at the start of the next
     {"num_workers": 2, "num_threads": 2, "ctx": 128, "slots": TOP_K},
-    {"num_workers": 4, "num_threads": 1, "ctx": 240, "slots": NUM_EXPERTS // 2, "io": "direct"},
+    {"num_workers": 4, "num_threads": 1, "ctx": 240, "slots": NUM_EXPERTS // 2, "io": "direct", "policy": "lru"},
     {"num_workers": 1, "num_threads": 2, "ctx": 128, "slots": NUM_EXPERTS, "prefill_chunk": 5, "io_threads": 1},
     {
         "num_workers": 2,
         "num_threads": 2,
         "ctx": 128,
         "slots": 4,
+        "policy": "lrfu",
         "lookahead": "on",
         "lookahead_width": 3,
         "lookahead_distance": 2,

@@ -17,6 +17,7 @@ from worker_fixture import LAYERS, MAX_TOKENS, NUM_EXPERTS, TOP_K, Floats, Model
 
 from colibri_mp.config import IoMode
 from colibri_mp.errors import PoolError, ProtocolError
+from colibri_mp.messages import Route, Routed, from_frames, to_frames
 from colibri_mp.shm.layout import pool_bytes
 from colibri_mp.shm.segment import Segment
 from colibri_mp.workers import core, expert_files
@@ -202,3 +203,69 @@ def test_no_tokens_are_no_work(model: Model) -> None:
         out, counters = run_step(worker, 1, random_batch(0, 3, skip=1.0))
         assert not out.any()
         assert (counters.hits, counters.misses) == (0, 0)
+
+
+def answer_at_once(worker: core.Worker, layer: int, batch: tuple[Any, ...]) -> Routed | None:
+    """A step from frame to frame, if the worker can."""
+    (frame,) = to_frames(Route(5, layer, *batch))
+    answer = worker.answer_at_once(bytes(frame), lambda: None)
+    routed = None if answer is None else from_frames([bytes(answer)])
+    assert routed is None or isinstance(routed, Routed)
+    return routed
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_answer_at_once_has_the_same_bits(model: Model, expected: list[bytes], num_threads: int) -> None:
+    """With everything in memory, few tokens are answered from frame to frame: the bits and the hits of `step`; others are not."""
+    with running(model.config(NUM_EXPERTS, num_threads=num_threads)) as worker:
+        for layer in LAYERS:
+            everything = np.arange(NUM_EXPERTS, dtype=np.int32).reshape(-1, TOP_K)
+            x = np.ones((len(everything), BATCHES[0][0].shape[1]), np.float32)
+            run_step(worker, layer, (x, everything, np.ones(everything.shape, np.float32)))
+        worker.settle()
+        wanted = iter(expected)
+        for batch in BATCHES:
+            for layer in LAYERS:
+                routed = answer_at_once(worker, layer, batch)
+                bits = next(wanted)
+                if len(batch[0]) > core.MOST_AT_ONCE:
+                    assert routed is None
+                    continue
+                assert routed is not None
+                assert routed.y.tobytes() == bits
+                assert (routed.step, routed.layer) == (5, layer)
+                assert routed.counters.hits == len(set(batch[1].ravel().tolist())) == routed.counters.asked
+                worker.settle()
+
+
+def test_answer_at_once_is_for_what_is_in_memory(model: Model) -> None:
+    """A missing expert, another layer or shape, an id out of range: left to `step`, which reads or refuses."""
+    batch = random_batch(3, 1)
+    wrong_id = (batch[0], np.full((1, TOP_K), NUM_EXPERTS, np.int32), batch[2])
+    narrow = (batch[0][:, :64].copy(), *batch[1:])
+    with running(model.config(NUM_EXPERTS)) as worker:
+        assert answer_at_once(worker, LAYERS[0], batch) is None
+        wanted, _ = run_step(worker, LAYERS[0], batch)
+        found = answer_at_once(worker, LAYERS[0], batch)
+        assert found is not None
+        assert found.y.tobytes() == wanted.tobytes()
+        assert answer_at_once(worker, LAYERS[0] + 1, batch) is None
+        assert answer_at_once(worker, LAYERS[0], wrong_id) is None
+        assert answer_at_once(worker, LAYERS[0], narrow) is None
+        assert worker.answer_at_once(b"CLBR", lambda: None) is None
+        others = np.array([[e for e in range(NUM_EXPERTS) if e not in batch[1]][:TOP_K]], np.int32)
+        assert answer_at_once(worker, LAYERS[0], (batch[0], others, batch[2])) is None
+
+
+def test_answer_at_once_counts_as_a_use(model: Model) -> None:
+    """What it used is the most recent: the next misses evict the others."""
+    first, second, third = (np.arange(start, start + TOP_K, dtype=np.int32)[None] for start in (0, TOP_K, 2 * TOP_K))
+    x, weights = np.ones((1, BATCHES[0][0].shape[1]), np.float32), np.ones((1, TOP_K), np.float32)
+    with running(model.config(2 * TOP_K)) as worker:
+        for ids in (first, second):
+            run_step(worker, LAYERS[0], (x, ids, weights))
+        assert answer_at_once(worker, LAYERS[0], (x, first, weights)) is not None
+        _, counters = run_step(worker, LAYERS[0], (x, third, weights))
+        assert counters.evictions == TOP_K
+        assert answer_at_once(worker, LAYERS[0], (x, second, weights)) is None
+        assert answer_at_once(worker, LAYERS[0], (x, first, weights)) is not None

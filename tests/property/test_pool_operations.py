@@ -1,4 +1,4 @@
-"""Random operations on a pool against a plain model of least-recently-used caching that knows nothing of staging."""
+"""Random operations on a pool against a plain model of caching, by last use or by decaying uses, that knows nothing of staging."""
 
 import secrets
 import sys
@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from colibri_mp.errors import PoolError
 from colibri_mp.shm.layout import LayerSlots, SlotState, pool_bytes
-from colibri_mp.shm.policy import LayerDemand, StagingDemand, plan_size
+from colibri_mp.shm.policy import Eviction, LayerDemand, StagingDemand, plan_size
 from colibri_mp.shm.pool import ExpertPool, Held
 from colibri_mp.shm.segment import SHM_DIR, Segment, segment_name
 from colibri_mp.shm.view import PoolView
@@ -27,6 +27,12 @@ expert_ids = st.integers(0, NUM_EXPERTS - 1)
 unions = st.sets(expert_ids, min_size=1, max_size=7)
 num_pages = st.integers(4, NUM_PAGES + 2)
 Read = tuple[int, int]  # slot, generation
+EVICTIONS = (
+    Eviction("lru"),
+    Eviction("lrfu", 2),
+    Eviction("lrfu", 0.1),  # 2^10 with each use: weights are scaled down again and again
+    Eviction("lrfu", 9, {4: tuple(0.3 + 0.9 * expert for expert in range(NUM_EXPERTS))}),
+)
 
 
 @dataclass
@@ -35,6 +41,9 @@ class LayerModel:
 
     entry: LayerSlots
     limit: int
+    eviction: Eviction
+    use_times: list[list[int]] = field(default_factory=lambda: [[] for _ in range(NUM_EXPERTS)])
+    clock: int = 0
     lru: OrderedDict[int, None] = field(default_factory=OrderedDict)
     pins: set[int] = field(default_factory=set)
     busy: set[int] = field(default_factory=set)
@@ -57,12 +66,30 @@ class LayerModel:
         return len(self.pins) + len(self.to_pin)
 
     def evict_for(self, num_new: int) -> None:
-        """Make room as a cache of least recent use does."""
+        """Make room: the least weight goes, of equals the least recent."""
         while self.lru and self.num_owned + num_new > self.limit:
-            self.lru.popitem(last=False)
+            del self.lru[next(iter(self.lru)) if self.eviction.policy == "lru" else min(self.lru, key=self.weight)]
+
+    def use(self, experts: list[int]) -> None:
+        """A step asks for these, in this order."""
+        for expert in experts:
+            self.clock += 1
+            self.use_times[expert].append(self.clock)
+
+    def weight(self, expert: int) -> float:
+        """By the definition: each use halves with `half_life` later ones, and so does what is known from before."""
+        half_life = self.eviction.half_life_tokens * FLOOR
+        prior = self.eviction.prior.get(self.entry.layer, [0.0] * NUM_EXPERTS)[expert]
+        uses = [(prior, self.clock), *((1.0, self.clock - time) for time in self.use_times[expert])]
+        return sum(weight * 2 ** (-age / half_life) for weight, age in uses)
+
+    def forget(self, survivors: list[int]) -> None:
+        """A new writer knows no more than the order of the last uses of what is there."""
+        self.clock, self.use_times = 0, [[] for _ in range(NUM_EXPERTS)]
+        self.use(survivors)
 
     def begin(self, union: set[int]) -> None:
-        """A step takes `union`."""
+        """A step takes `union`, or it is read for good, or into a free slot."""
         new = union - self.resident - self.busy
         for expert in union:
             self.lru.pop(expert, None)
@@ -77,18 +104,20 @@ class PoolMachine(RuleBasedStateMachine):
     Slabs carry their expert's number. `staged` are the reads ahead under way, `staged_ready` those that ended, oldest first.
     """
 
-    @initialize()
-    def open(self) -> None:
+    @initialize(eviction=st.sampled_from(EVICTIONS))
+    def open(self, eviction: Eviction) -> None:
+        self.eviction = eviction
         self.segment = Segment.create(segment_name(secrets.token_hex(4), 0), pool_bytes(LAYERS, NUM_STAGING))
         self.attach()
-        self.layers = {entry.layer: LayerModel(entry, entry.num_slots) for entry in LAYERS}
+        self.layers = {entry.layer: LayerModel(entry, entry.num_slots, eviction) for entry in LAYERS}
         self.staging_limits = {demand.slab_bytes: demand.num_slots for demand in STAGING}
         self.staged: dict[tuple[int, int], Read] = {}
         self.staged_ready: list[tuple[int, int]] = []
         self.last_use: dict[tuple[int, int], int] = {}
 
     def attach(self) -> None:
-        self.pool = ExpertPool(self.segment, LAYERS, "a" * 64, floor=FLOOR, staging=NUM_STAGING)
+        options = {"floor": FLOOR, "staging": NUM_STAGING, "eviction": self.eviction}
+        self.pool = ExpertPool(self.segment, LAYERS, "a" * 64, **options)
 
     def teardown(self) -> None:
         if hasattr(self, "segment"):
@@ -132,6 +161,7 @@ class PoolMachine(RuleBasedStateMachine):
         pending = union & (model.busy | under_way)
         hits = union & (model.resident | ready)
         model.begin(union)
+        model.use(sorted(union))
         held = self.pool.acquire(layer, union)
         assert (held.hits, held.pending) == (sorted(hits), sorted(pending))
         assert held.misses == sorted(union - hits - pending)
@@ -244,9 +274,26 @@ class PoolMachine(RuleBasedStateMachine):
         if expert in model.resident | model.busy or is_staged or len(model.reads) > 1 or not self.fits(layer, {expert}):
             return
         model.begin({expert})
+        model.use([expert])
         held = self.pool.acquire(layer, [expert])
         self.pool.release(held)
         model.reads[expert] = (held.miss_slots[0], held.generations[0])
+
+    @rule(layer=layer_ids, expert=expert_ids)
+    def start_fill(self, layer: int, expert: int) -> None:
+        """A read into a free slot is no use, and leaves a slot to the steps."""
+        model = self.layers[layer]
+        is_staged = (layer, expert) in self.staged or (layer, expert) in self.staged_ready
+        is_known = expert in model.resident | model.busy or is_staged
+        has_place = model.num_owned < model.limit and model.limit - model.num_owned + len(model.lru) > 1
+        if len(model.reads) > 1:
+            return
+        held = self.pool.fill(layer, expert)
+        assert (held is None) == (is_known or not has_place)
+        if held is not None:
+            model.begin({expert})
+            self.pool.release(held)
+            model.reads[expert] = (held.miss_slots[0], held.generations[0])
 
     @precondition(lambda self: any(model.reads for model in self.layers.values()))
     @rule(works=st.booleans())
@@ -371,6 +418,8 @@ class PoolMachine(RuleBasedStateMachine):
             model.to_pin.clear()
             model.lru = OrderedDict.fromkeys(before[of])
         self.adopt_promoted(layer, promoted)
+        for of, model in self.layers.items():
+            model.forget(self.order_in_table(of, SlotState.READY, SlotState.PINNED))
 
     def adopt_promoted(self, layer: int, promoted: list[int]) -> None:
         """A slot that had been promoted when the writer died is the layer's, as old as its last use before."""
@@ -382,10 +431,11 @@ class PoolMachine(RuleBasedStateMachine):
 
     # -- what always holds
 
-    def order_in_table(self, layer: int) -> list[int]:
-        """Evictable experts as an observer sees them, least recent first."""
+    def order_in_table(self, layer: int, *states: SlotState) -> list[int]:
+        """Experts in these states (READY: evictable ones) as an observer sees them, least recent first."""
         table = PoolView(self.segment).slots()
-        own = table[(table["layer"] == layer) & (table["state"] == SlotState.READY) & (table["flags"] == 1)]
+        has_state = np.isin(table["state"], states or (SlotState.READY,))
+        own = table[(table["layer"] == layer) & has_state & (table["flags"] == 1)]
         order: list[int] = own["expert"][np.argsort(own["last_use"], kind="stable")].tolist()
         return order
 

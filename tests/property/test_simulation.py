@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from colibri_mp.errors import PoolError
 from colibri_mp.shm.layout import LayerSlots, pool_bytes
+from colibri_mp.shm.policy import Eviction
 from colibri_mp.shm.pool import ExpertPool, Held
 from colibri_mp.shm.segment import Segment, segment_name
 from colibri_mp.simulate.cache import POLICIES, LayerCache
-from colibri_mp.simulate.policies import PoolLru
 
 LAYER, NUM_EXPERTS, SLAB_BYTES = 3, 10, 4096
 
@@ -26,11 +26,21 @@ def unions_of(num_experts: int, most: int, longest: int) -> st.SearchStrategy[li
     return st.lists(union, min_size=1, max_size=longest)
 
 
-@settings(max_examples=60, deadline=None)
-@given(unions_of(NUM_EXPERTS, NUM_EXPERTS, 40), st.integers(1, NUM_EXPERTS))
-def test_lru_is_the_pool(unions: list[list[int]], num_slots: int) -> None:
-    """Misses and evictions of every visit are those of `ExpertPool` on a segment, rounds included."""
-    with both(num_slots, floor=1) as pair:
+EVICTIONS = st.sampled_from(
+    [
+        Eviction("lru"),
+        Eviction("lrfu", 0.5),
+        Eviction("lrfu", 4),
+        Eviction("lrfu", 30, {LAYER: tuple(0.7 * expert for expert in range(NUM_EXPERTS))}),
+    ]
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(unions_of(NUM_EXPERTS, NUM_EXPERTS, 40), st.integers(1, NUM_EXPERTS), EVICTIONS)
+def test_simulation_is_the_pool(unions: list[list[int]], num_slots: int, eviction: Eviction) -> None:
+    """Misses and evictions of every visit are those of `ExpertPool` on a segment, rounds included, whatever the policy."""
+    with both(num_slots, 1, eviction) as pair:
         for union in unions:
             pair.visit(union)
 
@@ -42,14 +52,14 @@ OPERATIONS = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.lists(OPERATIONS, min_size=1, max_size=60), st.integers(2, NUM_EXPERTS))
+@settings(max_examples=250, deadline=None)
+@given(st.lists(OPERATIONS, min_size=1, max_size=60), st.integers(2, NUM_EXPERTS), EVICTIONS)
 @example(
-    [("fill", 3), ("visit", [0, 1, 2, 3, 4, 5]), ("visit", [2])], 3
+    [("fill", 3), ("visit", [0, 1, 2, 3, 4, 5]), ("visit", [2])], 3, Eviction("lru")
 )  # a read is taken over by the first of several rounds
-def test_pins_and_sizes_are_the_pools(operations: list[tuple[str, Any]], num_slots: int) -> None:
+def test_pins_and_sizes_are_the_pools(operations: list[tuple[str, Any]], num_slots: int, eviction: Eviction) -> None:
     """The same with the events of a trace between the visits: reads for pins and for free slots that land or fail, pins, and sizes."""
-    with both(num_slots, floor=2) as pair:
+    with both(num_slots, 2, eviction) as pair:
         for name, value in operations:
             getattr(pair, name)(value)
 
@@ -57,8 +67,8 @@ def test_pins_and_sizes_are_the_pools(operations: list[tuple[str, Any]], num_slo
 class Both:
     """A pool of one layer and its simulation: each method does the same to the two, and `visit` compares."""
 
-    def __init__(self, pool: ExpertPool, num_slots: int) -> None:
-        self.pool, self.simulated = pool, LayerCache(num_slots, PoolLru())
+    def __init__(self, pool: ExpertPool, simulated: LayerCache) -> None:
+        self.pool, self.simulated = pool, simulated
         # Reads beside the visits, by expert: slot, generation, and what a read for a free slot holds until its end.
         self.reads: dict[int, tuple[int, int, Held | None]] = {}
 
@@ -97,9 +107,9 @@ class Both:
             self.simulated.load(expert)
 
     def fill(self, expert: int) -> None:
-        if self.pool.num_free(LAYER) < 1 or self.pool.residency(LAYER)[expert] or expert in self.reads:
+        held = self.pool.fill(LAYER, expert)
+        if held is None:
             return
-        held = self.pool.acquire(LAYER, [expert])
         self.reads[expert] = (held.miss_slots[0], held.generations[0], held)
         self.simulated.fill(expert)
 
@@ -130,12 +140,12 @@ class Both:
 
 
 @contextmanager
-def both(num_slots: int, floor: int) -> Iterator[Both]:
+def both(num_slots: int, floor: int, eviction: Eviction) -> Iterator[Both]:
     """A fresh pool on a segment, and its simulation."""
     slots = (LayerSlots(LAYER, NUM_EXPERTS, num_slots, SLAB_BYTES),)
     with Segment.create(segment_name(secrets.token_hex(4), 0), pool_bytes(slots)) as segment:
-        pool = ExpertPool(segment, slots, "a" * 64, floor=floor)
-        yield Both(pool, num_slots)
+        pool = ExpertPool(segment, slots, "a" * 64, floor=floor, eviction=eviction)
+        yield Both(pool, LayerCache(num_slots, eviction.make(LAYER, NUM_EXPERTS, floor)))
         pool.check_integrity()
         pool.close()
 

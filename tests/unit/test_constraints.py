@@ -4,13 +4,17 @@ import json
 import queue
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from llguidance import LLTokenizer
+from tokenizer_cases import BACKENDS, write_tokenizer
 
 from colibri_mp.checkpoint.hub import resolve
-from colibri_mp.constraints import MOST_REFERENCES, MOST_TEXT_BYTES, Compiled, Constraints, TokenMask
+from colibri_mp.constraints import MOST_COUNT, MOST_TEXT_BYTES, Compiled, Constraints, TokenMask, make_tables
 from colibri_mp.errors import Overloaded, RequestError
 from colibri_mp.messages import Constraint, Generate, Sampling
 from colibri_mp.sampling import Sampler, SamplingParams
@@ -154,14 +158,42 @@ def test_white_space_has_an_end(bench: Bench) -> None:
         ("grammar", "start: foo", 'unknown name: "foo"'),
         ("grammar", "start: " + "(" * 5000 + '"a"' + ")" * 5000, "too deeply nested"),
         ("regex", "x" * (MOST_TEXT_BYTES + 1), f"at most {MOST_TEXT_BYTES}"),
-        ("grammar", "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(5000)) + 'r5000: "a"', "at most 1000"),
-        ("json_schema", json.dumps({"anyOf": [{"$ref": "#"}] * 1001}), "1001 references or rules, at most 1000"),
+        ("grammar", "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(5000)) + 'r5000: "a"', "rules .*at most 1000"),
+        ("json_schema", json.dumps({"properties": {f"p{i}": {} for i in range(1001)}}), "1001 members of 'properties'"),
+        ("json_schema", json.dumps({"anyOf": [{"$ref": "#"}] * 1001}), "1001 references in the schema, at most 1000"),
     ],
 )  # fmt: skip
 def test_defects_are_named(bench: Bench, kind: str, text: str, what: str) -> None:
     """What cannot be compiled, or not within the limits, is the request's error, in the library's words."""
     with pytest.raises(RequestError, match=what):
         bench.mask(kind, text)
+
+
+@pytest.mark.parametrize("kind", ["demo", *BACKENDS])
+def test_tables_are_those_of_the_library(kind: str, tmp_path: Path) -> None:
+    """Bytes and special tokens that we tell the library are those that it finds itself, for each kind of tokenizer."""
+    folder = resolve("demo") if kind == "demo" else write_tokenizer(tmp_path, BACKENDS[kind]())
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer is not None
+    own = make_tables(tokenizer, EOS)
+    theirs = LLTokenizer(tokenizer.to_json(), n_vocab=tokenizer.vocab_size, eos_token=sorted(EOS))
+    ids = range(tokenizer.vocab_size)
+    assert own.vocab_size == theirs.vocab_size == len(ids)
+    assert own.eos_tokens == theirs.eos_tokens
+    assert [own.is_special_token(i) for i in ids] == [theirs.is_special_token(i) for i in ids]
+    assert [own.decode_bytes([i]) for i in ids] == [theirs.decode_bytes([i]) for i in ids]
+    text = "hello world é 🦜"
+    assert own.tokenize_str(text) == theirs.tokenize_str(text)
+
+
+def test_a_tokenizer_of_an_unknown_kind(tmp_path: Path) -> None:
+    """Where the decoder says nothing of bytes the library is asked, and its refusal is the request's error."""
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "<unk>": 2}, unk_token="<unk>"))
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, words))
+    assert tokenizer is not None
+    assert tokenizer.token_bytes() is None
+    with pytest.raises(RequestError, match="not possible with this checkpoint's tokenizer"):
+        make_tables(tokenizer, frozenset({2}))
 
 
 def test_too_much_work_is_refused(bench: Bench) -> None:
@@ -180,11 +212,11 @@ def test_too_much_work_is_refused(bench: Bench) -> None:
 
 def test_as_many_references_as_allowed(bench: Bench) -> None:
     """The longest chains that are let through are compiled, in the thread with the large stack."""
-    chain = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}]} for i in range(MOST_REFERENCES - 1)}
-    schema = {"$ref": "#/$defs/a0", "$defs": {**chain, f"a{MOST_REFERENCES - 1}": {"enum": [7]}}}
+    chain = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}]} for i in range(MOST_COUNT - 1)}
+    schema = {"$ref": "#/$defs/a0", "$defs": {**chain, f"a{MOST_COUNT - 1}": {"enum": [7]}}}
     assert bench.write(bench.mask("json_schema", json.dumps(schema)), 1)[0].strip() == "7"
-    rules = "".join(f"r{i}: r{i + 1}\n" for i in range(MOST_REFERENCES - 2))
-    grammar = f'start: r0\n{rules}r{MOST_REFERENCES - 2}: "b"'
+    rules = "".join(f"r{i}: r{i + 1}\n" for i in range(MOST_COUNT - 2))
+    grammar = f'start: r0\n{rules}r{MOST_COUNT - 2}: "b"'
     assert bench.write(bench.mask("grammar", grammar), 1)[0] == "b"
 
 

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from colibri_mp.constraints import TokenMask
 from colibri_mp.engine import Engine
-from colibri_mp.errors import ReadError, WorkerDied
+from colibri_mp.errors import ReadError, RequestError, WorkerDied
 from colibri_mp.kvcache import BlockAllocator
 from colibri_mp.messages import (
+    Constraint,
     Failed,
     Finished,
     Floats,
@@ -24,6 +26,7 @@ from colibri_mp.messages import (
     Score,
     Scores,
 )
+from colibri_mp.sampling import Scores as Weights
 from colibri_mp.scheduler import Look, Rows, Scheduler
 
 VOCAB = 50
@@ -190,6 +193,44 @@ def test_logprobs_of_a_prompt_alone() -> None:
     assert bench.tokens() == []
     assert finish_reason(bench.last()) == "length"
     assert sum(len(m.entries) for m in bench.sent[b"a"] if isinstance(m, PromptLogprobs)) == 40
+
+
+class OddMask(TokenMask):
+    """Stands in for a constraint: odd tokens only, ended by `last` or with an error at `bad`."""
+
+    def __init__(self, last: int, bad: int = -1) -> None:
+        self.eos_ids = frozenset({33})
+        self._last, self._bad, self._is_finished = last, bad, False
+
+    @property
+    def is_finished(self) -> bool:
+        return self._is_finished
+
+    def apply(self, scores: Weights) -> None:
+        scores[::2] = -np.inf
+
+    def add(self, token: int) -> None:
+        if token == self._bad:
+            raise RequestError("too much")
+        self._is_finished = token == self._last
+
+
+def test_constrained_answers() -> None:
+    """A mask rules what is drawn, ends the answer, has its own end tokens, and its error fails its request only."""
+    bench = Bench()
+    asked = {"max_tokens": 9, "constraint": Constraint("regex", "odd")}
+    bench.engine.submit(b"a", ask([3], **asked), OddMask(last=1))
+    bench.engine.submit(b"b", ask([32], ignore_eos=True, **asked), OddMask(last=1))
+    bench.engine.submit(b"c", ask([4], **asked), OddMask(last=1, bad=5))
+    bench.engine.submit(b"d", ask([20]))
+    bench.run()
+    assert bench.tokens(b"a") == [1]
+    assert bench.tokens(b"b") == []
+    assert finish_reason(bench.last(b"a")) == finish_reason(bench.last(b"b")) == "stop"
+    failed = bench.last(b"c")
+    assert isinstance(failed, Failed)
+    assert failed.message == "too much"
+    assert bench.tokens(b"d") == [21, 22, 23, 24, 25]
 
 
 def test_statistics_cover_the_request() -> None:

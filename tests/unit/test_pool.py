@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from colibri_mp.errors import MemoryPlanError, PoolError
 from colibri_mp.shm.layout import SLOT, LayerSlots, SlotFlag, SlotState, plan_layout, pool_bytes
-from colibri_mp.shm.policy import LayerDemand, StagingDemand, plan_size, plan_slots
+from colibri_mp.shm.policy import Eviction, LayerDemand, StagingDemand, plan_size, plan_slots
 from colibri_mp.shm.pool import ExpertPool, Held
 from colibri_mp.shm.segment import Segment, segment_name
 from colibri_mp.shm.view import PoolView
 
 SLAB = 4096
 LAYERS = (LayerSlots(2, 8, 3, SLAB), LayerSlots(5, 6, 6, 2 * SLAB))
+LRU = Eviction("lru")  # easy to follow
 FINGERPRINT = "f" * 64
 
 
@@ -33,7 +34,7 @@ class Opened:
 
     def reopen(self) -> None:
         """What a replacement of a dead worker does."""
-        self.pool = ExpertPool(self.segment, LAYERS, FINGERPRINT)
+        self.pool = ExpertPool(self.segment, LAYERS, FINGERPRINT, eviction=LRU)
 
     def use(self, layer: int, experts: list[int]) -> Held:
         """One step: acquire, load what is missing, release."""
@@ -54,7 +55,7 @@ def opened() -> Iterator[Opened]:
     """A fresh pool of layers 2 (3 of 8 experts) and 5 (all 6)."""
     name = segment_name(secrets.token_hex(4), 0)
     segment = Segment.create(name, pool_bytes(LAYERS))
-    yield Opened(segment, ExpertPool(segment, LAYERS, FINGERPRINT))
+    yield Opened(segment, ExpertPool(segment, LAYERS, FINGERPRINT, eviction=LRU))
     segment.close()
     segment.unlink()
 
@@ -236,7 +237,7 @@ def test_recovery_trusts_ready_and_drops_loading(opened: Opened) -> None:
 
 def crash_in_the_middle(name: str) -> None:
     """Body of a spawned process: one expert complete, one half written, then die without a word."""
-    opened = Opened(segment := Segment.attach(name), ExpertPool(segment, LAYERS, FINGERPRINT))
+    opened = Opened(segment := Segment.attach(name), ExpertPool(segment, LAYERS, FINGERPRINT, eviction=LRU))
     held = opened.pool.acquire(2, [3, 7])
     opened.pool.slab_view(held.miss_slots[0])[:] = 33
     opened.pool.slab_view(held.miss_slots[1])[: SLAB // 2] = 77

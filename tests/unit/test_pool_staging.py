@@ -11,6 +11,7 @@ import pytest
 from colibri_mp.errors import PoolError
 from colibri_mp.shm.layer_pool import LayerPool, StagingCounters
 from colibri_mp.shm.layout import LayerSlots, SlotFlag, SlotState, pool_bytes, slot_table_in
+from colibri_mp.shm.policy import Eviction
 from colibri_mp.shm.pool import ExpertPool, Held
 from colibri_mp.shm.segment import SHM_DIR, Segment, segment_name
 from colibri_mp.shm.slots import Slots
@@ -20,6 +21,7 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="pages are count
 SLAB = 4096
 LAYERS = (LayerSlots(2, 8, 3, SLAB), LayerSlots(5, 8, 5, SLAB), LayerSlots(6, 6, 6, 2 * SLAB))
 FLOOR, STAGING = 2, 2
+LRU = Eviction("lru")  # easy to follow
 SMALL_BYTES, LARGE_BYTES = (8 + STAGING) * SLAB, (6 + STAGING) * 2 * SLAB
 ALL_BYTES = SMALL_BYTES + LARGE_BYTES
 
@@ -37,7 +39,7 @@ class Opened:
 
     def reopen(self) -> None:
         """What a replacement of a dead worker does."""
-        self.pool = ExpertPool(self.segment, LAYERS, "f" * 64, floor=FLOOR, staging=STAGING)
+        self.pool = ExpertPool(self.segment, LAYERS, "f" * 64, floor=FLOOR, staging=STAGING, eviction=LRU)
         self.reads.clear()
 
     def use(self, layer: int, experts: list[int]) -> Held:
@@ -511,8 +513,9 @@ def test_recovery_refuses_a_damaged_table(opened: Opened, column: str, value: in
         (lambda slots, pool: pool.slabs.free.append(pool.slabs.free[0]), "one is free twice"),
         (lambda slots, pool: pool.slabs.bare.pop(), "in the stock: False"),
         (lambda slots, pool: pool.slabs.free.append(pool.slabs.bare.pop()), "in the stock of slots with pages"),
-        (lambda slots, pool: pool.lru.evict(), "state 2, but held False"),
-        (lambda slots, pool: pool.lru.move_to_end(next(iter(pool.lru))), "recency and last use disagree"),
+        (lambda slots, pool: pool.evictable.evict(), "state 2, but held False"),
+        (lambda slots, pool: pool.evictable.update({0: pool.evictable.pop(0)}), "recency and last use disagree"),
+        (lambda slots, pool: pool.evictable.update({6: None}), r"may evict \[6\], which it does not have"),
         (lambda slots, pool: pool.pinned.clear(), "state 3, but held False"),
         (lambda slots, pool: pool.slabs.staged.clear(), "state 2, but held False"),
         (lambda slots, pool: pool.residency.fill(False), "residency is not what"),

@@ -269,7 +269,7 @@ def test_refused_memory_is_listed(capsys: pytest.CaptureFixture[str], tmp_path: 
         (
             ["{trace}", "--policy", "lru,mru"],
             2,
-            "--policy must be some of lru, lfu, lru-freq, lrfu, lru+pins, belady, not 'mru'",
+            "--policy must be some of lrfu, lru, lfu, lru-freq, lru+pins, belady, not 'mru'",
         ),
         (["{trace}", "--slots", "3,x"], 2, "--slots takes integers"),
         (["{trace}", "--ram", "much"], 2, "not a size: 'much'"),

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import pytest
 
 from colibri_mp.errors import TraceError
+from colibri_mp.shm.policy import Lrfu, Lru
 from colibri_mp.simulate.cache import POLICIES, LayerCache
-from colibri_mp.simulate.policies import Lfu, Lrfu, LruFreq, Policy, PoolLru
+from colibri_mp.simulate.policies import Lfu, LruFreq, Policy
 
 
 def victims(policy: Policy, uses: Sequence[int]) -> list[int]:
@@ -14,7 +15,8 @@ def victims(policy: Policy, uses: Sequence[int]) -> list[int]:
     for expert in uses:
         if expert in policy:
             policy.pop(expert)
-        policy.add(expert)
+        policy.used([expert])
+        policy[expert] = None
     return [policy.evict() for _ in range(len(policy))]
 
 
@@ -35,10 +37,10 @@ def test_lru_freq_weighs_uses_against_age() -> None:
 def test_lrfu_lies_between_lru_and_lfu() -> None:
     """A short half-life sees only the last use, a long one only the number of uses."""
     uses = [1, 1, 1, 2, 2, 3]
-    assert victims(Lrfu(1), [*uses, 2, 1]) == [3, 2, 1]
-    assert victims(Lrfu(1), uses) == [1, 2, 3] == victims(PoolLru(), uses)
-    assert victims(Lrfu(10_000), uses) == [3, 2, 1] == victims(Lfu(), uses)
-    assert victims(Lrfu(2), uses) == [1, 3, 2]  # weights 0.52, 1, 1.21 of the last use's
+    assert victims(Lrfu(4, 1), [*uses, 2, 1]) == [3, 2, 1]
+    assert victims(Lrfu(4, 1), uses) == [1, 2, 3] == victims(Lru(), uses)
+    assert victims(Lrfu(4, 10_000), uses) == [3, 2, 1] == victims(Lfu(), uses)
+    assert victims(Lrfu(4, 2), uses) == [1, 3, 2]  # weights 0.52, 1, 1.21 of the last use's
 
 
 def test_belady_knows_the_future() -> None:
@@ -50,7 +52,7 @@ def test_belady_knows_the_future() -> None:
 
 def test_union_that_does_not_fit_is_worked_through_in_rounds() -> None:
     """Resident experts are used before they are evicted; the last round's experts stay."""
-    cache = LayerCache(3, PoolLru())
+    cache = LayerCache(3, Lru())
     assert cache.visit([5, 7]) == (2, 0)
     assert cache.visit([1, 2, 3, 5, 7]) == (3, 2)  # rounds 1 5 7 and 2 3
     assert cache.visit([2, 3, 7]) == (0, 0)
@@ -65,7 +67,7 @@ def test_bound_may_leave_any_experts_of_a_union_that_does_not_fit() -> None:
 
 def test_pins_stay_and_count() -> None:
     """A pin takes a slot of its own if it must, is never evicted, and shrinks what is left for others."""
-    cache = LayerCache(3, PoolLru())
+    cache = LayerCache(3, Lru())
     cache.visit([0, 1, 2])
     cache.pin(0)
     cache.pin(7)  # evicts 1
@@ -78,7 +80,7 @@ def test_pins_stay_and_count() -> None:
 
 def test_expert_that_is_being_read_for_a_pin_is_missed_once() -> None:
     """It has its slot from the start, a visit that needs it waits, and after that it is there."""
-    cache = LayerCache(2, PoolLru())
+    cache = LayerCache(2, Lru())
     cache.visit([0, 1])
     cache.load(5)  # evicts 0
     assert cache.visit([1, 5]) == (1, 0)
@@ -91,7 +93,7 @@ def test_expert_that_is_being_read_for_a_pin_is_missed_once() -> None:
 
 def test_reads_into_free_slots() -> None:
     """Such a read has its slot; a visit that needs the expert before takes it over, as a miss that evicts nothing."""
-    cache = LayerCache(3, PoolLru())
+    cache = LayerCache(3, Lru())
     cache.fill(4)
     cache.fill(5)
     assert cache.visit([0, 5]) == (2, 0)
@@ -100,7 +102,7 @@ def test_reads_into_free_slots() -> None:
     cache.unpin(5)  # which a visit has taken over: nothing happens
     assert cache.visit([1, 4, 5]) == (0, 0)
     assert cache.visit([2]) == (1, 1)
-    other = LayerCache(3, PoolLru())
+    other = LayerCache(3, Lru())
     other.fill(3)
     assert other.visit([0, 1, 2, 3, 4, 5]) == (6, 3)  # rounds 0 1 3, 2 4 and 5
     assert other.visit([2, 4, 5]) == (0, 0)
@@ -108,7 +110,7 @@ def test_reads_into_free_slots() -> None:
 
 def test_sizes_change() -> None:
     """The least recent go when slots are taken away; pins stay, and a visit that has no slot beside them is impossible."""
-    cache = LayerCache(4, PoolLru())
+    cache = LayerCache(4, Lru())
     cache.visit([0, 1, 2, 3])
     cache.resize(2)
     assert cache.visit([2, 3]) == (0, 0)

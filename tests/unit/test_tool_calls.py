@@ -216,6 +216,9 @@ def test_reasoning_that_begins_in_the_prompt() -> None:
     wanted = [ReasoningDelta("Hm."), ContentDelta("Yes.")]
     assert parse(THINKING, "Hm.\n</think>\n\nYes.") == wanted
     assert parse(QWEN, "Hm.\n</think>\n\nYes.", prompt="<|im_start|>assistant\n<think>\n") == wanted
+    assert parse(QWEN, "It begins.", prompt="What does <think> do?<|im_end|>\n<|im_start|>assistant\n") == [
+        ContentDelta("It begins.")
+    ]
     assert parse(THINKING, "Yes.", prompt="<|im_start|>assistant\n<think>\n\n</think>\n\n") == [ContentDelta("Yes.")]
 
 

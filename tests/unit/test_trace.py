@@ -4,6 +4,7 @@ import json
 import struct
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from trace_fixture import header, write_run
@@ -11,6 +12,7 @@ from trace_fixture import header, write_run
 from colibri_mp import trace_writer
 from colibri_mp.errors import ConfigError, TraceError
 from colibri_mp.messages import StepCounters
+from colibri_mp.shm.policy import Eviction, Lru
 from colibri_mp.trace import DROP, LAYER, LOAD, PIN, RESIZE, STEP, UNPIN, read_trace, record_type
 from colibri_mp.trace_writer import NoTrace, TraceWriter
 
@@ -32,10 +34,11 @@ def test_bytes_are_those_of_the_docs(tmp_path: Path) -> None:
     write_one(tmp_path / "t")
     data = (tmp_path / "t").read_bytes()
     magic, version, record_bytes, json_bytes, offset = struct.unpack_from("<8sIIII", data)
-    assert (magic, version, record_bytes, offset % 8) == (b"COLITRCE", 1, 64, 0)
+    assert (magic, version, record_bytes, offset % 8) == (b"COLITRCE", 2, 64, 0)
     head = json.loads(data[24 : 24 + json_bytes])
     assert head["layers"][1] == {
-        "layer": 1, "worker_id": 0, "num_experts": 12, "num_slots": 5, "floor": 2, "slab_bytes": 4096, "read_bytes": 1000
+        "layer": 1, "worker_id": 0, "num_experts": 12, "num_slots": 5, "floor": 2, "slab_bytes": 4096, "read_bytes": 1000,
+        "prior": [],
     }  # fmt: skip
     assert not data[24 + json_bytes : offset].strip(b"\0")
     records = [data[start : start + 64] for start in range(offset, len(data), 64)]
@@ -65,6 +68,33 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert [np.flatnonzero(row).tolist() for row in bits] == [
         sorted(set(union)) for unions in steps for union in unions
     ]
+
+
+def test_older_traces_are_of_lru(tmp_path: Path) -> None:
+    """Version 1 knew neither half-life nor prior."""
+    steps = [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    write_run(tmp_path / "t", header(), steps)
+    data = (tmp_path / "t").read_bytes()
+    json_bytes, offset = struct.unpack_from("<II", data, 16)
+    head = json.loads(data[24 : 24 + json_bytes])
+    del head["half_life_tokens"]
+    for layer in head["layers"]:
+        del layer["prior"]
+    old = msgspec.json.encode(head).ljust(json_bytes)
+    (tmp_path / "t").write_bytes(
+        struct.pack("<8sIIII", b"COLITRCE", 1, 64, json_bytes, offset) + old + data[24 + json_bytes :]
+    )
+    trace = read_trace(tmp_path / "t")
+    assert isinstance(trace.header.eviction.make(0, 12, 2), Lru)
+    assert len(trace.of_kind(STEP)) == 2
+
+
+def test_policy_of_the_run_is_in_the_header(tmp_path: Path) -> None:
+    """With its half-life and, layer by layer, what it started with."""
+    head = header(policy="lrfu", half_life_tokens=3.0)
+    layers = (head.layers[0], msgspec.structs.replace(head.layers[1], prior=(0.1,) * 12))
+    TraceWriter(tmp_path / "t", msgspec.structs.replace(head, layers=layers)).close()
+    assert read_trace(tmp_path / "t").header.eviction == Eviction("lrfu", 3.0, {1: (0.1,) * 12})
 
 
 def test_truncated_anywhere(tmp_path: Path) -> None:
@@ -104,7 +134,7 @@ def test_failed_steps_are_said(tmp_path: Path) -> None:
     ("at", "value", "message"),
     [
         (0, b"X", "is no route trace"),
-        (8, b"\x02", "version 2, this program reads version 1"),
+        (8, b"\x03", "version 3, this program reads versions 1 to 2"),
         (12, b"\x48", "records of 72 bytes, this model's have 64"),
         (24, b"[", "header cannot be understood"),
         (-64, b"\x09", "record 2 is of kind 9 and layer 1: the file is damaged"),

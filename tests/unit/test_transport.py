@@ -9,7 +9,7 @@ import pytest
 
 from colibri_mp.errors import ConfigError, ProtocolError
 from colibri_mp.mailbox import Mailbox
-from colibri_mp.messages import Failed, GetStatus, Route, Routed, Status, StepCounters
+from colibri_mp.messages import Failed, GetStatus, Route, Routed, Status, StepCounters, to_frames
 from colibri_mp.transport import Link, Listener, address, wait
 
 
@@ -32,6 +32,23 @@ def test_request_and_answer(socket_path: Path) -> None:
     link.close()
     listener.close()
     assert not socket_path.exists()
+
+
+def test_waiting_for_a_message(socket_path: Path) -> None:
+    """It ends when one comes, which is said before it is read, or after its time; other times may follow each other."""
+    listener, link = Listener(socket_path), Link(socket_path, b"me")
+    arrivals: list[str] = []
+    assert listener.receive(0.01, lambda: arrivals.append("listener")) is None
+    assert link.receive_frames(0.01, lambda: arrivals.append("link")) is None
+    assert not arrivals
+    link.send(GetStatus(3))
+    assert listener.receive(5.0, lambda: arrivals.append("listener")) == (b"me", GetStatus(3))
+    assert listener.receive() is None
+    assert listener.send(b"me", Status(3, {}))
+    assert link.receive_frames(5.0, lambda: arrivals.append("link")) == to_frames(Status(3, {}))
+    assert arrivals == ["listener", "link"]
+    link.close()
+    listener.close()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 300])
@@ -97,4 +114,16 @@ def test_mailbox_wakes_and_keeps_order() -> None:
     assert mailbox.drain() == list(range(1000))
     assert wait([mailbox.fd], 0.0) == []
     assert mailbox.drain() == []
+    mailbox.close()
+
+
+def test_mailbox_can_wake_later() -> None:
+    """What is laid into it does not wake the reader until somebody does."""
+    mailbox: Mailbox[int] = Mailbox()
+    mailbox.lay(1)
+    assert wait([mailbox.fd], 0.0) == []
+    assert mailbox.has_items
+    mailbox.wake()
+    assert wait([mailbox.fd], 5.0) == [mailbox.fd]
+    assert mailbox.drain() == [1]
     mailbox.close()

@@ -1,5 +1,6 @@
 """Learned usage: counts, the file, what is read at start, and which pins are swapped."""
 
+import math
 import threading
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from colibri_mp.errors import ConfigError
 from colibri_mp.messages import Wish
-from colibri_mp.usage import DECODE, PREFILL, LayerRoom, Swap, Usage, choose_swaps, preferred, usage_path
+from colibri_mp.usage import DECODE, PREFILL, LayerRoom, Swap, Usage, choose_swaps, preferred, prior_weights, usage_path
 
 SIZES = {1: 4, 3: 6}
 
@@ -106,6 +107,17 @@ def test_most_used_first_through_all_layers() -> None:
     assert wishes == [Wish(1, 2, True), Wish(3, 3, False), Wish(1, 3, False), Wish(3, 4, False), Wish(1, 0, False)]
     assert not any(wish.is_pinned for wish in preferred(counts, rooms, 0.0))
     assert preferred({1: np.zeros((2, 4), np.int64)}, {1: LayerRoom(3, 1)}, 0.5) == []
+
+
+def test_prior_is_what_a_steady_share_would_weigh() -> None:
+    """Twice share * half-life / ln 2, as far as it has been used so much; nothing for a layer without uses."""
+    decode = np.array([[3000, 1000, 0, 0], [0, 0, 0, 9]], np.int64)
+    prefill = np.array([[0, 0, 0, 0], [0, 0, 4, 0]], np.int64)
+    priors = prior_weights({0: decode, 2: prefill, 5: np.zeros((2, 4), np.int64)}, top_k=2, half_life_tokens=8)
+    total = 2 * 16 / math.log(2)
+    assert priors.keys() == {0, 2}
+    assert priors[0] == pytest.approx((0.75 * total, 0.25 * total, 0, 0), abs=1e-3)
+    assert priors[2] == (0, 0, 4, 0)
 
 
 def test_swaps_need_a_clear_gain() -> None:
