@@ -68,7 +68,10 @@ class LaunchConfig:
         0, "compute threads (0: the cores that this process may use)", flag="--threads", least=0, metavar="N"
     )
     ctx: int = _setting(
-        0, "tokens of context that KV memory is reserved for (0: chosen, and said)", least=0, metavar="TOKENS"
+        0, "tokens of context that one session may have (0: chosen, and said)", least=0, metavar="TOKENS"
+    )
+    kv_tokens: int = _setting(
+        0, "tokens that KV memory is reserved for, of all sessions together (0: as many as --ctx)", least=0, metavar="N"
     )
     kv_bits: int = _setting(
         32, "bits of a number in the KV cache: 32 exact, 8 a quarter of the memory (lossy)", choices=(32, 8)

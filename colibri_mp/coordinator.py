@@ -106,7 +106,7 @@ class Coordinator:
         attention = model.attention
         max_rows = plan.prefill_chunk
         self.kv = CACHES[config.kv_bits](
-            len(model.layers), num_blocks_for(plan.ctx_tokens), attention.num_kv_heads, attention.head_dim
+            len(model.layers), num_blocks_for(plan.kv_tokens), attention.num_kv_heads, attention.head_dim
         )
         self._rope = rope_tables(model.rope, plan.ctx_tokens)
         self._attention = AttentionStage(

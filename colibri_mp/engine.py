@@ -234,7 +234,7 @@ class Engine:
             self.num_refused += 1
             raise Overloaded(
                 f"as many requests wait already as --queue {self.max_waiting} allows ({self.waits_for}); try again in a moment, "
-                "ask for fewer max_tokens, or launch with a larger --ctx or --queue"
+                "ask for fewer max_tokens, or launch with a larger --kv-tokens or --queue"
             )
 
     def _note_starts(self) -> None:

@@ -86,7 +86,7 @@ class BlockAllocator:
         if self.blocks_for(num_tokens) > self.num_blocks:
             raise RequestError(
                 f"the request needs KV memory for {num_tokens} tokens, the cluster has it for "
-                f"{self.num_blocks * self.block_tokens}; launch with a larger --ctx or ask for less"
+                f"{self.num_blocks * self.block_tokens}; launch with a larger --kv-tokens or ask for less"
             )
 
     # -- taking and giving back ----------------------------------------------------------------------------------------

@@ -108,8 +108,8 @@ class Sizes:
         yield Term("coordinator", f"scratch, {self.chunk} rows a step", self.coordinator_scratch())
         yield Term("coordinator", f"logits, {rows} rows a step", self.logits())
         bits = self.config.kv_bits
-        name = f"KV cache, {self.ctx_tokens} tokens" + (f" in {bits} bits" if bits != 32 else "")
-        yield Term("coordinator", name, kv_bytes(self.model, self.ctx_tokens, bits))
+        name = f"KV cache, {self.kv_tokens} tokens" + (f" in {bits} bits" if bits != 32 else "")
+        yield Term("coordinator", name, kv_bytes(self.model, self.kv_tokens, bits))
 
     def worker_terms(self, worker_id: int, group: Sequence[ExpertLayer]) -> Iterator[Term]:
         """A worker's terms but its pool."""
@@ -118,6 +118,11 @@ class Sizes:
         yield Term(name, f"scratch, {self.chunk} rows a step", self.worker_scratch(group))
         buffers = read_scratch_bytes(group, in_flight) + (audit_bytes(group) if self.config.verify == "always" else 0)
         yield Term(name, f"read buffers, {in_flight} in flight", buffers)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Positions of all sessions together."""
+        return self.config.kv_tokens or self.ctx_tokens
 
     @property
     def logit_rows(self) -> int:

@@ -62,6 +62,7 @@ class Plan:
     terms: tuple[Term, ...]
     workers: tuple[WorkerShare, ...]
     ctx_tokens: int
+    kv_tokens: int
     num_threads: int
     prefill_chunk: int
     expert_bytes: int
@@ -119,6 +120,7 @@ def make_plan(
         terms=terms,
         workers=shares,
         ctx_tokens=draft.ctx_tokens,
+        kv_tokens=config.kv_tokens or draft.ctx_tokens,
         num_threads=draft.num_threads,
         prefill_chunk=draft.chunk,
         expert_bytes=max(layer.shape.slab_bytes for layer in model.expert_layers),
@@ -270,11 +272,16 @@ def _prefill_chunk(
 def _context(model: ModelSpec, config: LaunchConfig, budget_bytes: int) -> tuple[int, str]:
     if config.ctx > model.max_context:
         raise ConfigError(f"--ctx {config.ctx} is more than the model's context of {model.max_context} tokens")
+    if 0 < config.kv_tokens < config.ctx:
+        raise ConfigError(
+            f"--kv-tokens {config.kv_tokens} is less than --ctx {config.ctx}: no session could have its whole context"
+        )
     if config.ctx:
         return config.ctx, ""
     per_token = kv_bytes(model, BLOCK_TOKENS, config.kv_bits) / BLOCK_TOKENS
     affordable = int(budget_bytes * _AUTO_CTX_SHARE / per_token) // BLOCK_TOKENS * BLOCK_TOKENS
-    chosen = min(model.max_context, _AUTO_CTX_TOKENS, max(affordable, _LEAST_AUTO_CTX_TOKENS))
+    most = min(model.max_context, config.kv_tokens or model.max_context)
+    chosen = min(most, _AUTO_CTX_TOKENS, max(affordable, _LEAST_AUTO_CTX_TOKENS))
     return chosen, (
         f"ctx {chosen} tokens: KV takes {format_size(per_token)} a token, at most {_AUTO_CTX_SHARE:.0%} of the budget; "
         f"the model's limit is {model.max_context}"
@@ -383,14 +390,16 @@ def _too_small(draft: _Draft, budget_bytes: int) -> MemoryPlanError:
         f"--ram {asked} is too small, this run needs at least {format_size(needed)} ({needed} bytes); "
         f"what does not fit any more is {missing.name} ({missing.process}), in\n"
         + "\n".join(lines)
-        + "\nraise --ram, or lower --ctx, --prefill-chunk, --io-threads or --workers"
+        + "\nraise --ram, or lower --ctx, --kv-tokens, --prefill-chunk, --io-threads or --workers"
     )
 
 
 def _more_than_available(draft: _Draft, budget_bytes: int, room: Room, available: int) -> MemoryPlanError:
     needed = _smallest_budget(draft)
     cure = (
-        "lower it" if needed <= available else "free memory, or lower --ctx, --prefill-chunk, --io-threads or --workers"
+        "lower it"
+        if needed <= available
+        else "free memory, or lower --ctx, --kv-tokens, --prefill-chunk, --io-threads or --workers"
     )
     return MemoryPlanError(
         f"--ram {format_size(budget_bytes)} is more than the {format_size(available)} that are available ({room}); "

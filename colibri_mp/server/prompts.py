@@ -47,7 +47,9 @@ class ChatPrompt:
         """A parser for an answer; its calls have ids that begin so."""
         tools = bool(self.conversation.tools)
         new_id = partial(_call_id, id_prefix)
-        return OutputParser.for_template(self.tokenizer.chat_template(tools), tools, self.text, new_id)
+        return OutputParser.for_template(
+            self.tokenizer.chat_template(tools), tools, self.text, new_id, self.conversation.tools
+        )
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def plain_cluster() -> Iterator[Cluster]:
     """Nothing is shared and everything in memory."""
-    with Cluster.launch(MODEL, num_workers=1, num_threads=1, ctx=256, prefix_cache="off") as running:
+    options: dict[str, Any] = {"ctx": 256, "kv_tokens": 8 * 256, "prefix_cache": "off"}
+    with Cluster.launch(MODEL, num_workers=1, num_threads=1, **options) as running:
         yield running
 
 
@@ -106,3 +107,16 @@ def test_sixteen_interleaved_sessions_are_those_of_each_alone(cluster: Cluster, 
     assert together["prefix_cache"]["evicted_blocks"] > 0
     requests = cluster.stats()["requests"]
     assert (requests["active"], requests["kv_blocks_free"]) == (0, requests["kv_blocks"])
+
+
+def test_kv_memory_for_several_whole_contexts(plain_cluster: Cluster) -> None:
+    """With `--kv-tokens` of eight contexts, eight sessions that may fill theirs run at once; one session has no more than before."""
+    full = {**options(1, 0), "max_tokens": 250}
+    streams = [plain_cluster.events(turn_tokens(number, 0)[:4], **full) for number in range(8)]
+    for stream in streams:
+        next(stream)
+    requests = plain_cluster.stats()["requests"]
+    assert (requests["running_sequences"], requests["waiting_sequences"]) == (8, 0)
+    for stream in streams:
+        stream.close()  # type: ignore[attr-defined]
+    assert plain_cluster.stats()["model"]["ctx_tokens"] == 256

@@ -166,6 +166,7 @@ def test_instruction_sets_agree(environment: dict[str, str], tmp_path: Path) -> 
 
 
 RUN_WITHOUT_COMPILING = """
+from dataclasses import replace
 from numba.core import event
 from attention_cases import make_block, run_chunked
 from colibri_mp.kernels.team import ThreadTeam
@@ -178,9 +179,10 @@ class Compiled(event.Listener):
         pass
 
 event.register("numba:compile", Compiled())
-block = make_block()
 with ThreadTeam(2) as team:
-    run_chunked(block.stage(team), block, block.rows(10), 10)
+    for kv_bits in (32, 8):
+        block = replace(make_block(), kv_bits=kv_bits)
+        run_chunked(block.stage(team), block, block.rows(10), 10)
 assert not Compiled.names, Compiled.names
 """
 
@@ -191,7 +193,7 @@ def compiled_files() -> dict[str, int]:
 
 
 def test_second_process_compiles_nothing() -> None:
-    """What one process compiled, the next one finds in the cache; it adds nothing to it."""
+    """What one process compiled, the next one finds in the cache, for either width of the KV cache; it adds nothing to it."""
     block = make_block()
     with ThreadTeam(2) as team:
         run_chunked(block.stage(team), block, block.rows(10), 10)

@@ -9,6 +9,8 @@ from tokenizer_cases import byte_level, write_tokenizer
 from tokenizers import AddedToken
 
 from colibri_mp.errors import RequestError
+from colibri_mp.messages import Conversation
+from colibri_mp.server.prompts import ChatPrompt
 from colibri_mp.tokenizer import Tokenizer
 from colibri_mp.tool_calls import ContentDelta, OutputParser, ReasoningDelta, ToolCallArguments, ToolCallStart, joined
 
@@ -85,6 +87,16 @@ def test_reasoning_is_read_back(tmp_path: Path) -> None:
     parser = OutputParser.for_template(QWEN3, has_tools=False)
     events = parser.push(whole.rpartition("assistant\n")[2].removesuffix("<|im_end|>\n"))
     assert joined([*events, *parser.finish()]) == [ReasoningDelta("Let me see."), ContentDelta("Yes.")]
+
+
+def test_the_server_tells_the_parser_its_tools(tmp_path: Path) -> None:
+    """A tool's schema reaches the parser of an answer: what it calls a string stays one."""
+    template = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}<tool_call><function=f></function></tool_call>"
+    properties = {"zip": {"type": "string"}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]
+    prompt = ChatPrompt(Conversation(CHAT[:1], tools=tools), tokenizer_of(tmp_path, template), "", [])
+    events = joined(prompt.parser().push("<tool_call><function=f><parameter=zip>8001</parameter></function>"))
+    assert events[1] == ToolCallArguments(0, '{"zip": "8001"}')
 
 
 def test_markers_that_are_special_tokens_are_decoded(tmp_path: Path) -> None:

@@ -150,7 +150,11 @@ def test_second_worker_only_where_memory_allows() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "what"),
-    [({"num_workers": 5}, "--workers 5 is more than the model's 4 layers"), ({"ctx": 513}, "--ctx 513 .* 512 tokens")],
+    [
+        ({"num_workers": 5}, "--workers 5 is more than the model's 4 layers"),
+        ({"ctx": 513}, "--ctx 513 .* 512 tokens"),
+        ({"ctx": 256, "kv_tokens": 255}, "--kv-tokens 255 is less than --ctx 256"),
+    ],
 )
 def test_settings_beyond_the_model(settings: dict[str, int], what: str) -> None:
     """More workers than layers, or more context than the model has, is refused with both numbers."""
@@ -243,3 +247,15 @@ def test_kv_in_8_bits_is_priced_as_what_it_takes() -> None:
         cache = kind(len(MODEL.layers), 512 // 16, attention.num_kv_heads, attention.head_dim)
         assert term.nbytes == cache.tiles.nbytes
         assert ("8 bits" in term.name) == (bits == 8)
+
+
+def test_kv_memory_for_more_sessions_than_one_context() -> None:
+    """KV memory for many sessions is priced by its own size and leaves the context as it is; less of it limits the context."""
+    made = plan(ram="1GB", ctx=256, kv_tokens=4096)
+    assert (made.ctx_tokens, made.kv_tokens) == (256, 4096)
+    assert "KV cache, 4096 tokens" in {term.name for term in made.terms}
+    one = plan(ram="1GB", ctx=256)
+    assert one.kv_tokens == 256
+    per_token = len(MODEL.layers) * MODEL.layers[0].attention.num_kv_heads * 4 * 2 * MODEL.layers[0].attention.head_dim
+    assert made.planned_bytes - one.planned_bytes == pytest.approx((4096 - 256) * per_token * (1 + ALLOWANCE), abs=4)
+    assert plan(ram="1GB", kv_tokens=100).ctx_tokens == 100
