@@ -92,13 +92,14 @@ class Coordinator:
         self.max_logit_rows = max_logit_rows(model.vocab_size, plan.prefill_chunk)
         self.clock = StepClock(len(model.layers))
         self.trace = trace
+        self.can_be_joined = isinstance(trace, NoTrace)  # a trace tells one step after the other
         self.tiers = Tiers(config, model, plan, usage, self.weights.layers, supervisor, lone_team)
         self.lossy: tuple[str, ...] = ()
         self.on_wait: Callable[[], None] = lambda: None  # called in each layer, while its worker computes
         self._should_stop = should_stop
         self._planes = config.planes
         self._team = team
-        self._step = 0
+        self._last_step = 0
         self._totals: defaultdict[int, Counter[str]] = defaultdict(Counter)  # by worker id
         # Counters by layer; added up when somebody asks, who may be the control thread, or now and then.
         self._uncounted: deque[tuple[int, StepCounters]] = deque()
@@ -176,18 +177,18 @@ class Coordinator:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def forward(self, rows: list[Rows], look: Look) -> Floats:
-        """Compute one step; see the module docstring and `engine.Model.forward`.
+        """Compute one step; see the module docstring and `engine.Model.forward`. `look` may compute another one in between.
 
         Raises:
             Stopping: the cluster is to end.
             WorkerDied: the cluster cannot go on.
             ColibriError: this step failed; KV of its rows may be half written, their sequences are to be dropped.
         """
-        self._step += 1
+        self._last_step = step = self._last_step + 1
         clock = self.clock
-        clock.start_step()
-        self.trace.start_step(self._step, *count_rows(rows))
-        self.tiers.start_step(self._step, rows)
+        started_s = clock.start_step()
+        self.trace.start_step(step, *count_rows(rows))
+        self.tiers.start_step(step, rows)
         batch = make_batch(rows)
         weights = self.weights
         tokens = np.array([t for part in rows for t in part.token_ids], np.int32)
@@ -199,9 +200,11 @@ class Coordinator:
                 if not left:
                     return np.empty((0, self.vocab_size), np.float32)
                 x, rows, batch = x[rows_in(left, rows)], left, make_batch(left)
-                self.tiers.set_rows(rows)
+            if left is not None or self._last_step != step:
+                self.tiers.resume_step(step, rows)
+                clock.resume_step(started_s)
             clock.start_layer(layer_idx)
-            self._advance(x, layer, layer_idx, batch)
+            self._advance(step, x, layer, layer_idx, batch)
         if len(self._uncounted) > _MOST_UNCOUNTED:
             self._count()
         clock.start_head()
@@ -216,7 +219,7 @@ class Coordinator:
         self.tiers.end_step(clock.step_s, len(x))
         return logits
 
-    def _advance(self, x: Floats, layer: ResidentLayer, layer_idx: int, batch: Batch) -> None:
+    def _advance(self, step: int, x: Floats, layer: ResidentLayer, layer_idx: int, batch: Batch) -> None:
         """One layer: x += attention(norm(x)), x += mlp(norm(x)), in place."""
         clock = self.clock
         if layer.router is None:
@@ -228,7 +231,7 @@ class Coordinator:
         h, ids, weights = self._block(x, layer.attention, self.kv, layer_idx, batch, layer.mlp_norm, layer.router)
         clock.lap_block(self._block.attention_ended_s)
         routed = self.supervisor.route(
-            self._step,
+            step,
             layer_idx,
             h,
             ids,
