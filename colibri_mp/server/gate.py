@@ -124,16 +124,17 @@ class _Exchange:
             return await self._receive()
         try:
             async with asyncio.timeout_at(self._deadline):
-                message = await self._receive()
+                part = await self._receive()
         except TimeoutError:
-            raise HttpError(408, f"the request did not come within {self._timeout_s:g} s (--timeout)") from None
-        if message["type"] == "http.disconnect":
+            message = f"the request did not come within {self._timeout_s:g} s (--timeout)"
+            raise HttpError(408, message, headers={"connection": "close"}) from None
+        if part["type"] == "http.disconnect":
             raise ClientGone
-        self._num_bytes += len(message.get("body", b""))
+        self._num_bytes += len(part.get("body", b""))
         if self._num_bytes > self._limit_bytes:
             raise self._too_large()
-        self._has_body = not message.get("more_body", False)
-        return message
+        self._has_body = not part.get("more_body", False)
+        return part
 
     async def send(self, message: Message) -> None:
         """Pass a part of the answer on; one that the client does not take ends the request."""
