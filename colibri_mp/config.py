@@ -127,7 +127,7 @@ class LaunchConfig:
         metavar="auto|off|FILE",
     )
     pins: float = _setting(
-        0.0, "share of the expert slots that the most used experts keep for good", least=0.0, most=0.9, metavar="SHARE"
+        0.25, "share of the expert slots that the most used experts keep for good", least=0.0, most=0.9, metavar="SHARE"
     )
     policy: Literal["lrfu", "lru"] = _setting(
         "lrfu",
@@ -154,6 +154,11 @@ class LaunchConfig:
     trace: str = _setting("", "write the route trace, which `simulate` reads, to this file", metavar="FILE")
     step_timeout: float = _setting(
         120.0, "seconds after which a worker that does not answer is given up", least=0.1, metavar="S"
+    )
+    client: Literal["script", "server"] = _setting(
+        "script",
+        "what launches the cluster, as the memory plan counts it: a script, or an HTTP server, which takes more (set by `serve`)",
+        choices=("script", "server"),
     )
     name: str = _setting("", "name of the cluster, for status and stop (default: 'default' for launch)", metavar="NAME")
     log_level: str = _setting("warning", "least severe log lines shown", choices=("debug", "info", "warning", "error"))

@@ -180,6 +180,7 @@ class Tiers:
             "lock_refusal": "; ".join(refusals),
             "swaps": self.num_swaps,
             "waiting": sum(report.num_waiting for report in reports),
+            "refusal": "; ".join(sorted({report.refusal for report in reports if report.refusal})),
             "staging_slots": sum(share.num_staging for share in self._plan.workers),
             "reads_ahead": {name: sum(getattr(report, name) for report in reports) for name in _SUMS},
             "lookahead": {"mode": self._config.lookahead, **(self.lookahead.describe() if self.lookahead else {})},
