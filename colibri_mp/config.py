@@ -127,7 +127,7 @@ class LaunchConfig:
         metavar="auto|off|FILE",
     )
     pins: float = _setting(
-        0.0, "share of the expert slots that the most used experts keep for good", least=0.0, most=0.9, metavar="SHARE"
+        0.25, "share of the expert slots that the most used experts keep for good", least=0.0, most=0.9, metavar="SHARE"
     )
     policy: Literal["lrfu", "lru"] = _setting(
         "lrfu",

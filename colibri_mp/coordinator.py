@@ -4,6 +4,7 @@
     for each layer:
         x += attention(norm(x))                              here, on the KV cache
         h, ids, weights = router(norm(x))                    here: which experts, how much of each
+        x += shared expert(h), if there is one               here, while the owner computes
         x += sum of weights * experts(h)                     the owner of the layer, over ZeroMQ (a dense block: here)
     logits = head(norm(x))                                   [R, V] of the rows that are asked for
 
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 
 from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.checkpoint.hub import resolve
-from colibri_mp.checkpoint.source import Bytes, Checkpoint
+from colibri_mp.checkpoint.source import Checkpoint
 from colibri_mp.checksums import describe as describe_checksums
 from colibri_mp.checksums import with_checksums
 from colibri_mp.compiling import Stopping, compile_kernels
@@ -35,12 +36,12 @@ from colibri_mp.formats import Encoding
 from colibri_mp.kernels import isa
 from colibri_mp.kernels.attention import AttentionStage, Batch
 from colibri_mp.kernels.block import BlockStage
-from colibri_mp.kernels.expert import ExpertStage
 from colibri_mp.kernels.head import HeadStage
 from colibri_mp.kernels.kv_cache import num_blocks_for
 from colibri_mp.kernels.kv_cache8 import CACHES
 from colibri_mp.kernels.layout import gather_rows
 from colibri_mp.kernels.norm import rms_norm
+from colibri_mp.kernels.resident_expert import ResidentExpert
 from colibri_mp.kernels.rope import rope_tables
 from colibri_mp.kernels.router import RouterStage
 from colibri_mp.kernels.team import ThreadTeam
@@ -48,7 +49,7 @@ from colibri_mp.limits import tightest_room
 from colibri_mp.lossy import lossy_options, with_lossy_options
 from colibri_mp.messages import Floats, Ints, PoolEvent, StepCounters
 from colibri_mp.models import load_model
-from colibri_mp.models.structure import DenseSpec, ModelSpec
+from colibri_mp.models.structure import ModelSpec
 from colibri_mp.phases import ATTENTION, COMPUTE, StepClock
 from colibri_mp.plan_terms import max_logit_rows
 from colibri_mp.planner import Plan, plan_now, split_slabs
@@ -91,18 +92,19 @@ class Coordinator:
         self.max_logit_rows = max_logit_rows(model.vocab_size, plan.prefill_chunk)
         self.clock = StepClock(len(model.layers))
         self.trace = trace
+        self.can_be_joined = isinstance(trace, NoTrace)  # a trace tells one step after the other
         self.tiers = Tiers(config, model, plan, usage, self.weights.layers, supervisor, lone_team)
         self.lossy: tuple[str, ...] = ()
         self.on_wait: Callable[[], None] = lambda: None  # called in each layer, while its worker computes
         self._should_stop = should_stop
         self._planes = config.planes
         self._team = team
-        self._step = 0
+        self._last_step = 0
         self._totals: defaultdict[int, Counter[str]] = defaultdict(Counter)  # by worker id
         # Counters by layer; added up when somebody asks, who may be the control thread, or now and then.
         self._uncounted: deque[tuple[int, StepCounters]] = deque()
         self._counting = threading.Lock()
-        attention = model.layers[0].attention
+        attention = model.attention
         max_rows = plan.prefill_chunk
         self.kv = CACHES[config.kv_bits](
             len(model.layers), num_blocks_for(plan.kv_tokens), attention.num_kv_heads, attention.head_dim
@@ -115,8 +117,12 @@ class Coordinator:
         router = RouterStage(team, model.router, model.hidden, model.norm_eps, max_rows)
         self._block = BlockStage(team, self._attention, router)
         self._head = HeadStage(team, model.hidden, model.vocab_size, model.norm_eps, self.max_logit_rows, config.planes)
-        dense_shapes = {layer.mlp.shape for layer in model.layers if isinstance(layer.mlp, DenseSpec)}
-        self._dense = {shape: ExpertStage(team, shape, 1, max_rows, 1, config.planes) for shape in dense_shapes}
+        residents = (layer.resident_expert for layer in model.layers)
+        shapes = {expert.shape for expert in residents if expert is not None}
+        stages = {shape: ResidentExpert(team, shape, max_rows, config.planes) for shape in shapes}
+        self._experts = [
+            None if layer.resident_expert is None else stages[layer.resident_expert.shape] for layer in model.layers
+        ]
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
@@ -171,18 +177,18 @@ class Coordinator:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def forward(self, rows: list[Rows], look: Look) -> Floats:
-        """Compute one step; see the module docstring and `engine.Model.forward`.
+        """Compute one step; see the module docstring and `engine.Model.forward`. `look` may compute another one in between.
 
         Raises:
             Stopping: the cluster is to end.
             WorkerDied: the cluster cannot go on.
             ColibriError: this step failed; KV of its rows may be half written, their sequences are to be dropped.
         """
-        self._step += 1
+        self._last_step = step = self._last_step + 1
         clock = self.clock
-        clock.start_step()
-        self.trace.start_step(self._step, *count_rows(rows))
-        self.tiers.start_step(self._step, rows)
+        started_s = clock.start_step()
+        self.trace.start_step(step, *count_rows(rows))
+        self.tiers.start_step(step, rows)
         batch = make_batch(rows)
         weights = self.weights
         tokens = np.array([t for part in rows for t in part.token_ids], np.int32)
@@ -194,9 +200,11 @@ class Coordinator:
                 if not left:
                     return np.empty((0, self.vocab_size), np.float32)
                 x, rows, batch = x[rows_in(left, rows)], left, make_batch(left)
-                self.tiers.set_rows(rows)
+            if left is not None or self._last_step != step:
+                self.tiers.resume_step(step, rows)
+                clock.resume_step(started_s)
             clock.start_layer(layer_idx)
-            self._advance(x, layer, layer_idx, batch)
+            self._advance(step, x, layer, layer_idx, batch)
         if len(self._uncounted) > _MOST_UNCOUNTED:
             self._count()
         clock.start_head()
@@ -211,26 +219,25 @@ class Coordinator:
         self.tiers.end_step(clock.step_s, len(x))
         return logits
 
-    def _advance(self, x: Floats, layer: ResidentLayer, layer_idx: int, batch: Batch) -> None:
+    def _advance(self, step: int, x: Floats, layer: ResidentLayer, layer_idx: int, batch: Batch) -> None:
         """One layer: x += attention(norm(x)), x += mlp(norm(x)), in place."""
         clock = self.clock
-        if layer.dense_slab is not None:
+        if layer.router is None:
             self._attention(x, layer.attention, self.kv, layer_idx, batch)
             clock.lap(ATTENTION)
-            x += self._dense_mlp(x, layer, layer.dense_slab)
+            self._add_resident_expert(x, rms_norm(x, layer.mlp_norm, self.model.norm_eps), layer, layer_idx)
             clock.lap(COMPUTE)
             return
-        assert layer.gate is not None
-        h, ids, weights = self._block(x, layer.attention, self.kv, layer_idx, batch, layer.mlp_norm, layer.gate)
+        h, ids, weights = self._block(x, layer.attention, self.kv, layer_idx, batch, layer.mlp_norm, layer.router)
         clock.lap_block(self._block.attention_ended_s)
         routed = self.supervisor.route(
-            self._step,
+            step,
             layer_idx,
             h,
             ids,
             weights,
             on_answer=self._team.expect,
-            meanwhile=lambda: self._while_waiting(layer_idx, x, ids),
+            meanwhile=lambda: self._while_waiting(x, h, ids, layer, layer_idx),
         )
         num_choices = int(np.count_nonzero(ids >= 0)) if self._may_drop else ids.size
         clock.lap_workers(routed.counters, len(ids), num_choices)
@@ -240,20 +247,19 @@ class Coordinator:
         clock.end_layer()
         self.trace.add_layer(layer_idx, ids, num_choices, routed.counters, clock.layer_s)
 
-    def _while_waiting(self, layer_idx: int, x: Floats, ids: Ints) -> None:
-        """A worker computes: the time for what no result depends on."""
+    def _while_waiting(self, x: Floats, h: Floats, ids: Ints, layer: ResidentLayer, layer_idx: int) -> None:
+        """A worker computes: the time for what no result depends on, hints first, and for the shared expert."""
         self.on_wait()
         self.tiers.look(layer_idx, x, ids)
+        if layer.expert_slab is not None:
+            self._add_resident_expert(x, h, layer, layer_idx)
 
-    def _dense_mlp(self, x: Floats, layer: ResidentLayer, slab: Bytes) -> Floats:
-        """A dense block is an expert that every token uses with weight 1."""
-        assert isinstance(layer.spec.mlp, DenseSpec)
-        stage, num_tokens = self._dense[layer.spec.mlp.shape], len(x)
-        h = rms_norm(x, layer.mlp_norm, self.model.norm_eps)
-        ids, weights = np.zeros((num_tokens, 1), np.int32), np.ones((num_tokens, 1), np.float32)
-        out = np.empty_like(x)
-        stage.run(h, ids, weights, np.zeros(1, np.int32), np.array([slab.ctypes.data], np.int64), out)
-        return out
+    def _add_resident_expert(self, x: Floats, h: Floats, layer: ResidentLayer, layer_idx: int) -> None:
+        """x += the expert that every token uses, of h."""
+        stage = self._experts[layer_idx]
+        assert stage is not None
+        assert layer.expert_slab is not None
+        x += stage(h, layer.expert_slab, layer.expert_gate)
 
     def add_event(self, event: PoolEvent) -> None:
         """Something has happened to a pool beside the steps."""

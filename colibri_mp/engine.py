@@ -41,6 +41,8 @@ class Model(Protocol):
     max_context: int
     vocab_size: int
     max_logit_rows: int
+    can_be_joined: bool
+    """Whether `look` may call `forward` for other rows."""
 
     def forward(self, rows: list[Rows], look: Look) -> Floats:
         """Logits float32 [R, V] of the last `num_logits` rows of each part that is left at the end, in order."""
@@ -106,6 +108,9 @@ class Engine:
         self._rows: list[Rows] = []  # of the step under way, as far as they are wanted
         self._has_dropped = False  # since the last look at these
         self.num_steps = self.num_tokens = 0
+        self._newcomers: list[Sequence] = []  # that came during the step under way
+        self._has_been_joined = False  # whether that step has been interrupted for newcomers
+        self.num_joined = 0  # requests begun in the middle of a step
         self.num_dropped_rows = 0  # taken out of steps between two layers
 
     # -- requests in ---------------------------------------------------------------------------------------------------
@@ -131,6 +136,8 @@ class Engine:
         for sequence in _sequences(job):
             self._owners[id(sequence)] = job
             self.scheduler.add(sequence)
+            if self._rows:
+                self._newcomers.append(sequence)
 
     def cancel(self, client: bytes, request_id: int) -> None:
         """End a request early; nothing happens if it has ended."""
@@ -196,6 +203,8 @@ class Engine:
         Raises:
             WorkerDied: the cluster cannot go on (other errors fail the requests of this step only).
         """
+        self._newcomers.clear()
+        self._has_been_joined = False
         self._rows = self.scheduler.schedule()
         if self._waiting:
             self._note_starts()
@@ -204,12 +213,13 @@ class Engine:
         try:
             logits = self.model.forward(self._rows, lambda: self._still_wanted(listen))
         except ColibriError as error:
-            if error.kind == "worker_died":
-                raise
-            for failed in {id(j): j for j in (self._owners[id(part.sequence)] for part in self._rows)}.values():
-                self._fail(failed, error)
+            self._step_failed(self._rows, error)
             return
         rows, self._rows = self._rows, []
+        self._computed(rows, logits)
+
+    def _computed(self, rows: list[Rows], logits: Floats) -> None:
+        """Take in what a forward pass has given: the next tokens, logits that were asked for."""
         self.scheduler.advance(rows)
         self.num_steps += 1
         self.num_tokens += sum(part.count for part in rows)
@@ -219,6 +229,33 @@ class Engine:
                 self._continue(job, part, part_logits)
             elif isinstance(job, Scoring):
                 self._collect(job, part, part_logits)
+
+    def _compute_newcomers(self) -> None:
+        """A pass of its own for short prompts, so that their first tokens do not wait for the rest of a long step."""
+        newcomers = [sequence for sequence in self._newcomers if id(sequence) in self._owners]
+        self._newcomers.clear()
+        is_long = sum(part.count for part in self._rows) >= self.scheduler.max_rows // 2
+        if not is_long or self._has_been_joined or not self.model.can_be_joined:
+            return
+        rows = self.scheduler.schedule_newcomers(newcomers)
+        if not rows:
+            return
+        self._has_been_joined = True
+        self._note_starts()
+        try:
+            logits = self.model.forward(rows, lambda: None)
+        except ColibriError as error:
+            self._step_failed(rows, error)
+            return
+        self.num_joined += len(rows)
+        self._computed(rows, logits)
+
+    def _step_failed(self, rows: list[Rows], error: ColibriError) -> None:
+        """Fail the requests of a step, and no others; the death of a worker is everybody's affair."""
+        if error.kind == "worker_died":
+            raise error
+        for failed in {id(job): job for job in (self._owners[id(part.sequence)] for part in rows)}.values():
+            self._fail(failed, error)
 
     def _check_queue(self) -> None:
         """Whether one more may wait; those that fit by now are admitted first.
@@ -245,8 +282,10 @@ class Engine:
                 job.queue_s = time.perf_counter() - job.started
 
     def _still_wanted(self, listen: Callable[[], None]) -> list[Rows] | None:
-        """See `Look`."""
+        """See `Look`. Short requests that have come are computed at once, in the middle of a long step."""
         listen()
+        if self._newcomers:
+            self._compute_newcomers()
         if not self._has_dropped:
             return None
         self._has_dropped = False

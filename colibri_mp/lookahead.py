@@ -12,7 +12,7 @@ which the coordinator would wait for the answer.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -23,7 +23,6 @@ from colibri_mp.kernels.team import ThreadTeam
 from colibri_mp.messages import Floats, Ints
 from colibri_mp.models.structure import ModelSpec
 from colibri_mp.resident import ResidentLayer
-from colibri_mp.specs import RouterSpec
 
 Form = Literal["residual", "input"]
 FORMS: tuple[Form, ...] = ("residual", "input")
@@ -121,14 +120,17 @@ class Lookahead:
         trial: Trial | None = None,
     ) -> None:  # fmt: skip
         """`width`: experts predicted for each row (0: as many as a row asks for); `distance`: layers ahead, at most."""
-        num_experts = model.router.num_experts
-        self.width = min(width or model.router.top_k, num_experts)
+        self.width = min(width or model.router.top_k, model.router.num_eligible)
         self.distance = distance
         self.form: Form | None = None  # not chosen yet
         self.scores: dict[tuple[Form, int, int], Score] = {}  # by form, distance, target layer
         self._layers, self._send, self._trial = layers, send, trial
         self._router = RouterStage(
-            team, RouterSpec(num_experts, self.width, norm_topk_prob=False), model.hidden, model.norm_eps, MOST_ROWS
+            team,
+            replace(model.router, top_k=self.width, norm_topk_prob=False, top_p=1.0),
+            model.hidden,
+            model.norm_eps,
+            MOST_ROWS,
         )
         self._predicted: dict[int, list[tuple[Form, int, Ints]]] = {}  # by target layer, of this step
 
@@ -162,7 +164,7 @@ class Lookahead:
             self.form = "input" if self._share_found("input") > self._share_found("residual") else "residual"
         for distance in range(1, self.distance + 1):
             target = layer + distance
-            if target >= len(self._layers) or self._layers[target].gate is None:
+            if target >= len(self._layers) or self._layers[target].router is None:
                 continue
             for form in (self.form,) if self.form else FORMS:
                 if self._pays(form, distance, target):
@@ -174,9 +176,9 @@ class Lookahead:
 
     def _likeliest(self, target: int, x: Floats, norm: Floats) -> Ints:
         """The experts that the router of a layer would choose, the likeliest first."""
-        gate = self._layers[target].gate
-        assert gate is not None
-        _, ids, weights = self._router(x, norm, gate)
+        router = self._layers[target].router
+        assert router is not None
+        _, ids, weights = self._router(x, norm, router)
         return _by_weight(ids, weights)
 
     def _share_found(self, form: Form) -> float:

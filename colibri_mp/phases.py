@@ -53,10 +53,15 @@ class StepClock:
 
     # -- presses -------------------------------------------------------------------------------------------------------
 
-    def start_step(self) -> None:
-        """A step begins."""
+    def start_step(self) -> float:
+        """A step begins: now, by `time.perf_counter`."""
         self.num_steps += 1
         self._step_started = self._last = perf_counter()
+        return self._step_started
+
+    def resume_step(self, started_s: float) -> None:
+        """A step that began at `started_s` goes on after another in its midst."""
+        self._step_started = started_s
 
     def start_layer(self, layer: int) -> None:
         """A layer begins; the time since the last press belongs to none."""

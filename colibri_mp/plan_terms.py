@@ -5,6 +5,7 @@ The terms are what gets allocated and touched: the objects that allocate report 
 --matrix` holds the sum of all terms against the memory of running clusters.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,10 +18,11 @@ from colibri_mp.kernels.head import HeadStage
 from colibri_mp.kernels.kv_cache import num_blocks_for
 from colibri_mp.kernels.kv_cache8 import CACHES
 from colibri_mp.kernels.layout import packed_bytes
+from colibri_mp.kernels.resident_expert import ResidentExpert
 from colibri_mp.kernels.rope import RopeTables
 from colibri_mp.kernels.router import RouterStage
 from colibri_mp.lookahead import MOST_ROWS
-from colibri_mp.models.structure import DenseSpec, ModelSpec, MoeSpec
+from colibri_mp.models.structure import ModelSpec, MoeSpec
 from colibri_mp.workers.expert_reader import scratch_bytes as read_scratch_bytes
 from colibri_mp.workers.slab_audit import audit_bytes
 
@@ -52,13 +54,16 @@ def max_logit_rows(vocab_size: int, prefill_chunk: int) -> int:
 
 def kv_bytes(model: ModelSpec, num_tokens: int, bits: int) -> int:
     """Bytes of the KV cache for `num_tokens` positions, all layers; `bits`: see `kernels.kv_cache8`."""
-    spec = model.layers[0].attention
+    spec = model.attention
     return CACHES[bits].nbytes(len(model.layers), num_blocks_for(num_tokens), spec.num_kv_heads, spec.head_dim)
 
 
 def resident_bytes(model: ModelSpec) -> int:
-    """Bytes of the packed matrices that the coordinator keeps, dense blocks included."""
-    return sum(packed_bytes(matrix.encoding.format, matrix.rows, matrix.cols) for matrix in model.resident_matrices())
+    """Bytes of the packed matrices that the coordinator keeps, dense blocks and shared experts included, and of all vectors."""
+    vectors = sum(4 * math.prod(info.shape) for info in model.resident_vectors())
+    return vectors + sum(
+        packed_bytes(matrix.encoding.format, matrix.rows, matrix.cols) for matrix in model.resident_matrices()
+    )
 
 
 def table_bytes(checkpoint: Checkpoint) -> int:
@@ -132,14 +137,14 @@ class Sizes:
     def coordinator_scratch(self) -> int:
         """The stages' buffers, rotary tables, messages."""
         model, rows, planes = self.model, self.chunk, self.config.planes
-        dense = {layer.mlp.shape for layer in model.layers if isinstance(layer.mlp, DenseSpec)}
+        shapes = {layer.resident_expert.shape for layer in model.layers if layer.resident_expert is not None}
         attention = AttentionStage.scratch_bytes(
-            model.layers[0].attention, rows, self.ctx_tokens, self.num_threads, num_forms=_num_forms(model)
+            model.attention, rows, self.ctx_tokens, self.num_threads, num_forms=_num_forms(model)
         )
         return (
             attention
             + RouterStage.scratch_bytes(model.router, model.hidden, rows)
-            + sum(expert.scratch_bytes(shape, rows, 1, planes, self.num_threads) for shape in dense)
+            + sum(ResidentExpert.scratch_bytes(shape, rows, planes, self.num_threads) for shape in shapes)
             + RopeTables.nbytes_for(model.rope.rotary_dim, self.ctx_tokens)
             + (lookahead_bytes(model) if self.config.lookahead != "off" else 0)
             + self._messages()

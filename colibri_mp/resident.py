@@ -6,11 +6,14 @@ on top of the packed sum that the plan states.
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from colibri_mp.checkpoint.matrices import StoredMatrix
 from colibri_mp.checkpoint.safetensors_header import TensorInfo
 from colibri_mp.checkpoint.source import Bytes, Checkpoint
 from colibri_mp.kernels.attention import AttentionWeights
-from colibri_mp.kernels.layout import PackedMatrix, pack, packed_bytes
+from colibri_mp.kernels.layout import PackedMatrix, gather_rows, pack, packed_bytes
+from colibri_mp.kernels.router import RouterWeights
 from colibri_mp.kernels.team import aligned_bytes
 from colibri_mp.messages import Floats
 from colibri_mp.models.structure import AttentionTensors, DenseSpec, LayerSpec, ModelSpec, MoeSpec
@@ -18,13 +21,17 @@ from colibri_mp.models.structure import AttentionTensors, DenseSpec, LayerSpec, 
 
 @dataclass(frozen=True)
 class ResidentLayer:
-    """One layer's resident part: `gate` is the router's matrix [E, D], `dense_slab` a dense block in its place."""
+    """One layer's resident part. `expert_slab`: the packed expert that every token uses, a dense block or a shared expert.
+
+    Without `router` there are no routed experts. `expert_gate` [D]: of a shared expert whose weight is a sigmoid.
+    """
 
     spec: LayerSpec
     attention: AttentionWeights
     mlp_norm: Floats
-    gate: PackedMatrix | None
-    dense_slab: Bytes | None
+    router: RouterWeights | None
+    expert_slab: Bytes | None
+    expert_gate: Floats | None
 
 
 @dataclass(frozen=True)
@@ -60,11 +67,20 @@ class _Loader:
     def layer(self, spec: LayerSpec) -> ResidentLayer:
         return ResidentLayer(
             spec=spec,
-            attention=self._attention(spec.tensors),
+            attention=self._attention(spec.tensors, spec.attention.window),
             mlp_norm=self._checkpoint.read_vector(spec.mlp_norm),
-            gate=self.matrix(spec.mlp.gate) if isinstance(spec.mlp, MoeSpec) else None,
-            dense_slab=self._dense(spec.mlp) if isinstance(spec.mlp, DenseSpec) else None,
+            router=self._router(spec.mlp) if isinstance(spec.mlp, MoeSpec) else None,
+            expert_slab=None if spec.resident_expert is None else self._expert(spec.resident_expert),
+            expert_gate=self._expert_gate(spec.mlp) if isinstance(spec.mlp, MoeSpec) else None,
         )
+
+    def _router(self, spec: MoeSpec) -> RouterWeights:
+        return RouterWeights(self.matrix(spec.gate), self._vector(spec.gate_bias), self._vector(spec.correction))
+
+    def _expert_gate(self, spec: MoeSpec) -> Floats | None:
+        if spec.shared_gate is None:
+            return None
+        return gather_rows(self.matrix(spec.shared_gate), np.zeros(1, np.int32)).reshape(-1)
 
     def matrix(self, stored: StoredMatrix) -> PackedMatrix:
         packed = aligned_bytes(packed_bytes(stored.encoding.format, stored.rows, stored.cols))
@@ -74,7 +90,7 @@ class _Loader:
     def _pack(self, stored: StoredMatrix, out: Bytes) -> None:
         pack(stored.encoding, stored.rows, stored.cols, self._checkpoint.read_parts(stored), out)
 
-    def _dense(self, spec: DenseSpec) -> Bytes:
+    def _expert(self, spec: DenseSpec) -> Bytes:
         shape = spec.shape
         slab = aligned_bytes(shape.slab_bytes)
         for stored, offset in (
@@ -86,7 +102,7 @@ class _Loader:
             self._pack(stored, slab[offset : offset + nbytes])
         return slab
 
-    def _attention(self, tensors: AttentionTensors) -> AttentionWeights:
+    def _attention(self, tensors: AttentionTensors, window: int | None) -> AttentionWeights:
         return AttentionWeights(
             norm=self._checkpoint.read_vector(tensors.norm),
             q=self.matrix(tensors.q),
@@ -99,6 +115,8 @@ class _Loader:
             o_bias=self._vector(tensors.o_bias),
             q_norm=self._vector(tensors.q_norm),
             k_norm=self._vector(tensors.k_norm),
+            sinks=self._vector(tensors.sinks),
+            window=window,
         )
 
     def _vector(self, info: TensorInfo | None) -> Floats | None:

@@ -21,6 +21,10 @@ MOST_OVERTAKEN = 8
 """Later sequences that may be admitted before a waiting one: blocks are not left idle for long, and nobody starves."""
 
 
+MOST_JOINING = 8
+"""A step is interrupted for newcomers of an eighth of the rows that it may have, together, and if it has half of these itself."""
+
+
 @dataclass(eq=False)
 class Sequence:
     """Tokens of one request. `token_ids` grows while generating; the first `num_computed` have their KV stored.
@@ -137,6 +141,16 @@ class Scheduler:
         rows += self._share(prompts, self.max_rows - len(rows), self.max_logits - len(rows))
         self._rotate(rows)
         return rows
+
+    def schedule_newcomers(self, sequences: list[Sequence]) -> list[Rows]:
+        """All that is pending of those sequences, just added, that are admitted at once and are short; see `MOST_JOINING`."""
+        self.admit()
+        rows, left = [], self.max_rows // MOST_JOINING
+        for sequence in sequences:
+            if not sequence.is_waiting and sequence.num_pending <= left and not sequence.all_logits:
+                rows.append(Rows(sequence, sequence.num_computed, sequence.num_pending))
+                left -= sequence.num_pending
+        return rows[: self.max_logits]
 
     def _share(self, prompts: list[Sequence], left: int, logits_left: int) -> list[Rows]:
         """Equal shares of `left` rows for prompts, the shortest first, so that what these leave goes to the longer ones."""

@@ -222,6 +222,7 @@ class Service:
             "progress": {
                 "steps": self.engine.num_steps,
                 "tokens": self.engine.num_tokens,
+                "joined_requests": self.engine.num_joined,
                 "dropped_rows": self.engine.num_dropped_rows,
             },
             "cache": {**cache, "hit_rate": cache["hits"] / asked if asked else 0.0},

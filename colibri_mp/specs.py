@@ -11,6 +11,7 @@ from colibri_mp.errors import CheckpointError
 
 QKNorm = Literal["none", "head", "full"]
 RopeType = Literal["default", "linear", "yarn", "llama3"]
+Scoring = Literal["softmax", "sigmoid"]
 
 MAX_HEAD_DIM = 512
 MAX_EXPERTS = 512
@@ -24,6 +25,7 @@ class AttentionSpec:
     `qk_norm`: RMS norm of q and k not at all, over each head, or over the whole projection; before the rotary embedding.
     `clip_qkv`: q, k and v are clamped to [-clip_qkv, clip_qkv] after the norm (OLMoE). `window`: position s is visible from
     t iff 0 <= t - s < window; None: all. `scale` multiplies the scores, usually head_dim^-0.5. The biases of q, k and v come together.
+    `sinks`: each head has a logit more in its softmax, whose probability goes nowhere (gpt_oss).
     """
 
     hidden: int
@@ -37,6 +39,7 @@ class AttentionSpec:
     window: int | None = None
     qkv_bias: bool = False
     o_bias: bool = False
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         if min(self.hidden, self.num_heads, self.num_kv_heads) <= 0 or self.num_heads % self.num_kv_heads:
@@ -70,8 +73,11 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
-    """Softmax over all experts, the `top_k` largest, their weights divided by their sum iff `norm_topk_prob`.
+    """Scores over all experts, the `top_k` largest, their weights divided by their sum iff `norm_topk_prob`, times `scaling`.
 
+    `scoring` "sigmoid" (DeepSeek's noaux_tc): a correction is added to the scores for the choice only. The experts are in `num_groups`
+    groups; those of the `kept_groups` with the largest sums of two corrected scores can be chosen, the others cannot.
+    A bias of the logits, and the correction, are weights of a layer and not known here.
     `top_p` below 1 is lossy and the user's choice, never a checkpoint's: of the top_k only the largest are kept until their sum
     reaches that share of the sum of all top_k; the others are dropped before the division.
     """
@@ -80,8 +86,15 @@ class RouterSpec:
     top_k: int
     norm_topk_prob: bool
     top_p: float = 1.0
+    scoring: Scoring = "softmax"
+    num_groups: int = 1
+    kept_groups: int = 1
+    scaling: float = 1.0
 
     def __post_init__(self) -> None:
+        if self.scoring not in ("softmax", "sigmoid"):
+            raise CheckpointError(f"unknown scores of a router {self.scoring!r}")
+        self._check_groups()
         if not 0 < self.top_p <= 1:
             raise CheckpointError(f"a router that keeps {self.top_p} of its weights is impossible")
         if not 0 < self.top_k <= min(self.num_experts, MAX_TOP_K) or self.num_experts > MAX_EXPERTS:
@@ -89,6 +102,40 @@ class RouterSpec:
                 f"a router to {self.top_k} of {self.num_experts} experts is impossible "
                 f"(at most {MAX_TOP_K} of at most {MAX_EXPERTS})"
             )
+
+    @property
+    def num_eligible(self) -> int:
+        """Experts in the groups that are kept."""
+        return self.num_experts // self.num_groups * self.kept_groups
+
+    def _check_groups(self) -> None:
+        if self.num_groups == self.kept_groups == 1:
+            return
+        if self.scoring != "sigmoid" or not 0 < self.kept_groups <= self.num_groups:
+            raise CheckpointError(
+                f"a router with {self.scoring} scores and {self.kept_groups} of {self.num_groups} groups"
+            )
+        if (
+            self.num_experts % self.num_groups
+            or self.num_experts < 2 * self.num_groups
+            or self.num_eligible < self.top_k
+        ):
+            raise CheckpointError(
+                f"a router to {self.top_k} of {self.num_experts} experts in {self.kept_groups} of {self.num_groups} groups is "
+                "impossible: groups are equal, have two experts or more, and those kept have as many as are chosen"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiGLU:
+    """gpt_oss's activation: (up + 1) * gate * sigmoid(alpha * gate), gate at most `limit`, up within +-`limit`."""
+
+    limit: float
+    alpha: float = 1.702
+
+    def __post_init__(self) -> None:
+        if not self.limit > 0:
+            raise CheckpointError(f"an activation clamped to {self.limit} is impossible")
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,12 +106,16 @@ class Tiers:
         self._step = step
         self._num_reads = 0
         self._num_tokens += len(rows)
-        self.set_rows(rows)
+        self._set_rows(rows)
         if self.lookahead is not None:
             self.lookahead.start_step()
 
-    def set_rows(self, rows: list[Rows]) -> None:
-        """The rows of the step are these from now on."""
+    def resume_step(self, step: int, rows: list[Rows]) -> None:
+        """An interrupted step goes on, with these of its rows."""
+        self._step = step
+        self._set_rows(rows)
+
+    def _set_rows(self, rows: list[Rows]) -> None:
         is_prefill = [part.count > 1 for part in rows]
         counts = [part.count for part in rows]
         self._is_prefill = np.repeat(is_prefill, counts) if any(is_prefill) else None
@@ -176,6 +180,7 @@ class Tiers:
             "lock_refusal": "; ".join(refusals),
             "swaps": self.num_swaps,
             "waiting": sum(report.num_waiting for report in reports),
+            "refusal": "; ".join(sorted({report.refusal for report in reports if report.refusal})),
             "staging_slots": sum(share.num_staging for share in self._plan.workers),
             "reads_ahead": {name: sum(getattr(report, name) for report in reports) for name in _SUMS},
             "lookahead": {"mode": self._config.lookahead, **(self.lookahead.describe() if self.lookahead else {})},

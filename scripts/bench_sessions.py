@@ -6,6 +6,9 @@
 Each round decodes with one session, then with all, and takes the ratio; the figures are medians over the rounds. The limit is
 what memory allows where every expert is resident: a step reads the resident weights once and each expert of the union once, so
 S sessions can be S * bytes(1) / bytes(S) times as fast as one. Unions are those that the coordinator counted.
+
+On a machine that others use too, seconds say little: `cpu_ratio` compares the CPU time of a token in coordinator and workers
+(best with --threads 1: the threads of a team spin while they wait for each other).
 """
 
 import argparse
@@ -15,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 from bench_model import ForeignCpu, forget_pages, median
 
 from colibri_mp import Cluster
@@ -32,6 +36,8 @@ def decode(cluster: Cluster, num_sessions: int, num_tokens: int, seed: int) -> d
         prompt = [(7919 * (i + 31 * idx + 1009 * seed)) % 1000 + 3 for i in range(16)]
         counts[cluster.submit(prompt, max_tokens=num_tokens, temperature=0.0, ignore_eos=True)] = 0
     before = cluster.stats()
+    pids = [before["pid"], *(worker["pid"] for worker in before["workers"])]
+    started_cpu_s = ended_cpu_s = 0.0
     started, num_before, ended, num_after = 0.0, 0, 0.0, 0
     while (found := cluster.next_event()) is not None:
         request, event = found
@@ -41,9 +47,9 @@ def decode(cluster: Cluster, num_sessions: int, num_tokens: int, seed: int) -> d
             continue
         counts[request] += len(event.token_ids)
         if not started and min(counts.values()) >= 2:
-            started, num_before = time.perf_counter(), sum(counts.values())
+            started, num_before, started_cpu_s = time.perf_counter(), sum(counts.values()), cpu_seconds(pids)
         if not ended and max(counts.values()) == num_tokens:
-            ended, num_after = time.perf_counter(), sum(counts.values())
+            ended, num_after, ended_cpu_s = time.perf_counter(), sum(counts.values()), cpu_seconds(pids)
     after = cluster.stats()
     bytes_read = after["cache"]["bytes_read"] - before["cache"]["bytes_read"]
     phases = {
@@ -54,10 +60,17 @@ def decode(cluster: Cluster, num_sessions: int, num_tokens: int, seed: int) -> d
     return {
         "tok_s": (num_after - num_before) / (ended - started),
         "union": union_size(before, after, num_sessions),
+        "cpu_ms_a_token": 1000 * (ended_cpu_s - started_cpu_s) / (num_after - num_before),
         "bytes_read_a_token": bytes_read / sum(counts.values()),
         **{f"share_{name}": seconds / total_s for name, seconds in phases.items()},
         "step_ms": 1000 * (ended - started) / max(1, (num_after - num_before) / num_sessions),
     }
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    """What these processes have used so far."""
+    times = [psutil.Process(pid).cpu_times() for pid in pids]
+    return sum(time.user + time.system for time in times)
 
 
 def union_size(before: dict[str, Any], after: dict[str, Any], num_rows: int) -> float:
@@ -104,6 +117,7 @@ def measure(folder: Path, settings: dict[str, Any], args: argparse.Namespace) ->
             "one": first,
             "together": together,
             "ratio": median(ratios),
+            "cpu_ratio": first["cpu_ms_a_token"]["median"] / together["cpu_ms_a_token"]["median"],
             "resident_limit": limit,
             "share_of_limit": median(ratios)["median"] / limit,
             "foreign_cores": foreign.cores(),

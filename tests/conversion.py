@@ -6,7 +6,9 @@ from pathlib import Path
 import numpy as np
 
 from colibri_mp.checkpoint import Checkpoint, ExpertLayer
+from colibri_mp.checkpoint.arrangement import take_rows
 from colibri_mp.checkpoint.convert import Options, Report, convert
+from colibri_mp.kernels import reference
 from colibri_mp.kernels.layout import Bytes, pack
 
 
@@ -44,11 +46,17 @@ def packed_slab(checkpoint: Checkpoint, layer: ExpertLayer, expert: int) -> Byte
     shape = layer.shape
     slab = np.zeros(shape.slab_bytes, np.uint8)
     places = zip(layer.file_idx[expert], layer.offset[expert], layer.piece_bytes, strict=True)
-    pieces = iter([checkpoint.read(int(file_idx), int(offset), int(nbytes)) for file_idx, offset, nbytes in places])
-    bounds = (shape.gate_offset, shape.up_offset, shape.down_offset, shape.nbytes)
+    pieces = [checkpoint.read(int(file_idx), int(offset), int(nbytes)) for file_idx, offset, nbytes in places]
+    bounds = (shape.gate_offset, shape.up_offset, shape.down_offset, shape.bias_offsets[0])
     wide, narrow = (layer.width, layer.hidden), (layer.hidden, layer.width)
     for i, (encoding, dims) in enumerate(((layer.gate, wide), (layer.up, wide), (layer.down, narrow))):
-        pack(encoding, *dims, [next(pieces) for _ in encoding.parts], slab[bounds[i] : bounds[i + 1]])
+        source = layer.matrix_sources[i]
+        parts = [take_rows(source, *dims, pieces[source.first_piece + part]) for part in range(len(encoding.parts))]
+        pack(encoding, *dims, parts, slab[bounds[i] : bounds[i + 1]])
+    for i, rows in enumerate((layer.width, layer.width, layer.hidden) if layer.bias else ()):
+        source, start = layer.bias_sources[i], shape.bias_offsets[i]
+        values = reference.elements(take_rows(source, rows, 1, pieces[source.first_piece]), layer.bias)
+        slab[start : start + values.nbytes] = values.view(np.uint8)
     return slab
 
 

@@ -21,15 +21,17 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from colibri_mp.checkpoint.arrangement import take_rows
 from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.config import Verify
 from colibri_mp.errors import ReadError
 from colibri_mp.formats import Encoding
+from colibri_mp.kernels.layout import fill_bias
 from colibri_mp.workers.copies import CopyRead, ExpertCopies
 from colibri_mp.workers.expert_files import buffer_bytes
 from colibri_mp.workers.quantised_rows import quantise_rows, quantising_bytes
 from colibri_mp.workers.read_meter import ReadMeter, StreamCounters
-from colibri_mp.workers.read_plan import LayerPlan, MatrixRows, ReadTask
+from colibri_mp.workers.read_plan import BiasRows, LayerPlan, MatrixRows, ReadTask
 
 Bytes = NDArray[np.uint8]
 Packer = Callable[[Encoding, int, int, Sequence[Bytes], Bytes], None]
@@ -39,9 +41,10 @@ _log = logging.getLogger(__name__)
 
 
 def scratch_bytes(layers: Sequence[ExpertLayer], num_threads: int) -> int:
-    """Memory of `num_threads` I/O threads that read these layers, at most: scratch buffers, and what quantising takes."""
+    """Memory of `num_threads` I/O threads that read these layers, at most: scratch buffers, copies, and what quantising takes."""
     buffer = buffer_bytes(max(LayerPlan(layer).scratch_bytes for layer in layers))
-    return num_threads * (buffer + max(map(quantising_bytes, layers)))
+    copies = max(LayerPlan(layer).copy_bytes for layer in layers)
+    return num_threads * (buffer + copies + max(map(quantising_bytes, layers)))
 
 
 def checksum(slab: Bytes) -> int:
@@ -132,16 +135,21 @@ class ExpertReader:
     def _pack_task(self, task: ReadTask, slab: Bytes, scratch: memoryview) -> None:
         """Bring what a task has read to its place in the slab."""
         for matrix, part_offsets in zip(task.matrices, task.part_offsets, strict=True):
-            self._pack_rows(matrix, part_offsets, scratch, slab)
+            parts = [
+                np.frombuffer(scratch, np.uint8, count=piece.nbytes, offset=offset)
+                for piece, offset in zip(matrix.slices, part_offsets, strict=True)
+            ]
+            if isinstance(matrix, BiasRows):
+                bias = take_rows(matrix.source, matrix.rows, 1, parts[0])
+                fill_bias(matrix.kind, bias, slab[matrix.slab_offset : matrix.slab_offset + matrix.nbytes])
+            else:
+                self._pack_rows(matrix, parts, slab)
         if task.slab_offset is not None and not self.copies.in_place:
             nbytes = task.ranges[0].nbytes
             slab[task.slab_offset : task.slab_offset + nbytes] = np.frombuffer(scratch, np.uint8, count=nbytes)
 
-    def _pack_rows(self, matrix: MatrixRows, part_offsets: tuple[int, ...], scratch: memoryview, slab: Bytes) -> None:
-        parts = [
-            np.frombuffer(scratch, np.uint8, count=piece.nbytes, offset=offset)
-            for piece, offset in zip(matrix.slices, part_offsets, strict=True)
-        ]
+    def _pack_rows(self, matrix: MatrixRows, parts: list[Bytes], slab: Bytes) -> None:
+        parts = [take_rows(matrix.source, matrix.rows, matrix.cols, part) for part in parts]
         out = slab[matrix.slab_offset : matrix.slab_offset + matrix.packed_bytes]
         if matrix.target == matrix.encoding:
             self._pack(matrix.encoding, matrix.rows, matrix.cols, parts, out)

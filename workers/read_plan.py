@@ -12,13 +12,14 @@ A packed layer needs none of this: its slabs lie in the file as they are to lie 
 large ones are cut, into equal parts, so that several threads share them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from colibri_mp.checkpoint.arrangement import Source
 from colibri_mp.checkpoint.experts import ExpertLayer
-from colibri_mp.formats import Encoding
-from colibri_mp.kernels.layout import ExpertShape, packed_bytes
+from colibri_mp.formats import ELEMENT_BYTES, Encoding
+from colibri_mp.kernels.layout import ExpertShape, bias_bytes, packed_bytes
 
 TASK_BYTES = 5 << 18  # with gaps and alignment it stays below 2 MiB, one huge page of scratch memory a thread
 PACKED_TASK_BYTES = 2 << 20
@@ -38,6 +39,7 @@ class Slice(NamedTuple):
 class MatrixRows(NamedTuple):
     """Some rows of one projection: its slices in the order of `encoding.parts`, and where they go in the slab.
 
+    `source`: which rows of the slices they are (`take_rows`).
     `target`: what they are packed as; another encoding than the stored one if they are to be quantised.
     """
 
@@ -48,6 +50,18 @@ class MatrixRows(NamedTuple):
     slices: tuple[Slice, ...]
     slab_offset: int
     packed_bytes: int
+    source: Source
+
+
+class BiasRows(NamedTuple):
+    """A bias of `rows` elements of type `kind`, or two of them in turns: its one slice, and its place in the slab."""
+
+    kind: str
+    rows: int
+    source: Source
+    slices: tuple[Slice]
+    slab_offset: int
+    nbytes: int
 
 
 class FileRange(NamedTuple):
@@ -61,25 +75,28 @@ class FileRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReadTask:
-    """What one I/O thread does at a time: read `ranges` into its scratch buffer, then pack each of `matrices`.
+    """What one I/O thread does at a time: read `ranges` into its scratch buffer, then pack each of `matrices`, and biases.
 
-    `part_offsets` has, for each matrix, where in the scratch buffer each of its parts starts. Of a packed layer there is
+    `part_offsets` has, for each of them, where in the scratch buffer each of its parts starts. Of a packed layer there is
     nothing to pack: the one range is what the slab has from byte `slab_offset` on.
     """
 
     ranges: tuple[FileRange, ...]
-    matrices: tuple[MatrixRows, ...] = ()
+    matrices: tuple[MatrixRows | BiasRows, ...] = ()
     part_offsets: tuple[tuple[int, ...], ...] = ()
     slab_offset: int | None = None
 
 
 class LayerPlan:
-    """The read plan of a layer: the same cut for each of its experts. `packed_bytes`: of a slab without its padding."""
+    """The read plan of a layer: the same cut for each of its experts. `packed_bytes`: of a slab without its padding.
+
+    A thread needs `scratch_bytes` to read a task, and `copy_bytes` beside them to take apart what shares pieces.
+    """
 
     def __init__(self, layer: ExpertLayer) -> None:
         self.layer = layer
         shape = layer.shape
-        self.slab_bytes, self.packed_bytes = shape.slab_bytes, shape.nbytes
+        self.slab_bytes, self.packed_bytes, self.copy_bytes = shape.slab_bytes, shape.nbytes, 0
         if layer.is_packed:
             self.num_tasks = -(-self.slab_bytes // PACKED_TASK_BYTES)
             self._part_bytes = -(-self.slab_bytes // (self.num_tasks * ALIGNMENT)) * ALIGNMENT
@@ -88,6 +105,8 @@ class LayerPlan:
             self._cuts = _cut(layer, shape)
             self.num_tasks = len(self._cuts)
             self.scratch_bytes = max(_scratch_bound(matrices) for matrices in self._cuts)
+            rows = [matrix for matrices in self._cuts for matrix in matrices if isinstance(matrix, MatrixRows)]
+            self.copy_bytes = max(map(_copy_bytes, rows))
 
     def task(self, expert: int, task_idx: int) -> ReadTask:
         """Task `task_idx` of the `num_tasks` that together fill the slab of `expert`."""
@@ -114,61 +133,97 @@ class _Projection(NamedTuple):
     rows: int
     cols: int
     slab_offset: int
-    first_piece: int
+    source: Source
 
 
-def _cut(layer: ExpertLayer, shape: ExpertShape) -> list[tuple[MatrixRows, ...]]:
-    """The matrices (or row blocks of them) of each task."""
-    first = 0
-    projections = []
-    for encoding, target, rows, cols, slab_offset in zip(
-        (layer.gate, layer.up, layer.down),
-        layer.packed_encodings,
-        (layer.width, layer.width, layer.hidden),
-        (layer.hidden, layer.hidden, layer.width),
-        (shape.gate_offset, shape.up_offset, shape.down_offset),
-        strict=True,
-    ):
-        projections.append(_Projection(encoding, target, rows, cols, slab_offset, first))
-        first += len(encoding.parts)
+def _cut(layer: ExpertLayer, shape: ExpertShape) -> list[tuple[MatrixRows | BiasRows, ...]]:
+    """The matrices (or row blocks of them) of each task; biases come with the last. What shares pieces is read once."""
+    gate, up, down = projections = _projections(layer, shape)
+    biases = _biases(layer, shape) if layer.bias else ()
     if layer.stored_bytes <= TASK_BYTES:
-        return [tuple(_rows(projection, 0, projection.rows) for projection in projections)]
-    return [
-        (_rows(projection, start, min(num_rows, projection.rows - start)),)
-        for projection in projections
-        for num_rows in [_rows_per_task(projection.encoding, projection.rows, projection.cols)]
-        for start in range(0, projection.rows, num_rows)
-    ]
+        return [(*(_rows(projection, 0, projection.rows) for projection in projections), *biases)]
+    groups = ((gate,), (up,), (down,)) if layer.arrangement == "separate" else ((gate, up), (down,))
+    *tasks, last = (task for group in groups for task in _row_blocks(group))
+    return [*tasks, (*last, *biases)]
 
 
-def _rows_per_task(encoding: Encoding, rows: int, cols: int) -> int:
-    """Rows of about TASK_BYTES, a multiple of 16, such that the tasks of a matrix are about equal."""
-    num_tasks = -(-sum(encoding.part_bytes(rows, cols)) // TASK_BYTES)
+def _row_blocks(group: tuple[_Projection, ...]) -> Iterator[tuple[MatrixRows, ...]]:
+    """Tasks that together are the projections of a group, which have as many rows; transposed ones cannot be cut."""
+    whole = group[0]
+    num_rows = whole.rows
+    if not whole.source.is_transposed:
+        num_rows = _rows_per_task(whole.encoding, whole.rows, whole.cols, whole.source.step)
+    for start in range(0, whole.rows, num_rows):
+        yield tuple(_rows(projection, start, min(num_rows, whole.rows - start)) for projection in group)
+
+
+def _projections(layer: ExpertLayer, shape: ExpertShape) -> tuple[_Projection, _Projection, _Projection]:
+    gate, up, down = (
+        _Projection(*fields)
+        for fields in zip(
+            (layer.gate, layer.up, layer.down),
+            layer.packed_encodings,
+            (layer.width, layer.width, layer.hidden),
+            (layer.hidden, layer.hidden, layer.width),
+            (shape.gate_offset, shape.up_offset, shape.down_offset),
+            layer.matrix_sources,
+            strict=True,
+        )
+    )
+    return gate, up, down
+
+
+def _biases(layer: ExpertLayer, shape: ExpertShape) -> tuple[BiasRows, ...]:
+    sizes, element = (layer.width, layer.width, layer.hidden), ELEMENT_BYTES[layer.bias]
+    return tuple(
+        BiasRows(
+            layer.bias,
+            rows,
+            source,
+            (Slice(source.first_piece, 0, rows * source.step * element),),
+            slab_offset,
+            bias_bytes(rows),
+        )
+        for rows, source, slab_offset in zip(sizes, layer.bias_sources, shape.bias_offsets, strict=True)
+    )
+
+
+def _rows_per_task(encoding: Encoding, rows: int, cols: int, step: int) -> int:
+    """Rows of about TASK_BYTES, with what lies between them, a multiple of 16, such that the tasks of a matrix are about equal."""
+    num_tasks = -(-step * sum(encoding.part_bytes(rows, cols)) // TASK_BYTES)
     return -(-rows // (num_tasks * ROW_BLOCK)) * ROW_BLOCK
 
 
 def _rows(whole: _Projection, start: int, num_rows: int) -> MatrixRows:
     """Rows `start ... start + num_rows` of a projection."""
-    encoding, target, rows, cols, slab_offset, first_piece = whole
-    one_row = [nbytes // rows for nbytes in encoding.part_bytes(rows, cols)]
+    encoding, target, rows, cols, slab_offset, source = whole
+    one_row = [source.step * nbytes // rows for nbytes in encoding.part_bytes(rows, cols)]
     return MatrixRows(
         encoding,
         target,
         num_rows,
         cols,
-        tuple(Slice(first_piece + i, start * nbytes, num_rows * nbytes) for i, nbytes in enumerate(one_row)),
+        tuple(Slice(source.first_piece + i, start * nbytes, num_rows * nbytes) for i, nbytes in enumerate(one_row)),
         slab_offset + packed_bytes(target.format, start, cols),
         packed_bytes(target.format, num_rows, cols),
+        source,
     )
 
 
-def _scratch_bound(matrices: Sequence[MatrixRows]) -> int:
+def _scratch_bound(matrices: Sequence[MatrixRows | BiasRows]) -> int:
     """Scratch bytes that a task of these matrices can need at most, wherever its pieces lie."""
-    slices = [piece for matrix in matrices for piece in matrix.slices]
+    slices = {piece for matrix in matrices for piece in matrix.slices}
     return sum(piece.nbytes + GAP_BYTES + 2 * ALIGNMENT for piece in slices)
 
 
-def _task(matrices: tuple[MatrixRows, ...], files: Sequence[int], offsets: Sequence[int]) -> ReadTask:
+def _copy_bytes(matrix: MatrixRows) -> int:
+    """What `take_rows` copies of a matrix whose rows do not lie one after the other; of a transposed one twice."""
+    if matrix.source.is_plain:
+        return 0
+    return 2 * sum(piece.nbytes for piece in matrix.slices) // matrix.source.step
+
+
+def _task(matrices: tuple[MatrixRows | BiasRows, ...], files: Sequence[int], offsets: Sequence[int]) -> ReadTask:
     """Place the slices of one expert: sort them, merge what lies close together, and lay the ranges out in scratch.
 
     A range starts in scratch at its own offset modulo 4096, and its aligned superset is free of other ranges.

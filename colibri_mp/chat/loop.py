@@ -11,7 +11,7 @@ from colibri_mp.chat import keeping
 from colibri_mp.chat.conversation import Conversation
 from colibri_mp.chat.lines import Lines
 from colibri_mp.client import Cluster
-from colibri_mp.errors import ColibriError, ConfigError, Overloaded, RequestError, WriteError, from_wire
+from colibri_mp.errors import ConfigError, RequestError, WriteError
 from colibri_mp.interruption import Interruption
 from colibri_mp.messages import Failed, Finished, Piece
 
@@ -107,7 +107,7 @@ class Chat:
                 self._commands[command](rest.strip())
             else:
                 raise ConfigError(f"unknown command {command}{self._nearest(command)}")
-        except (ConfigError, RequestError, Overloaded, WriteError) as error:
+        except (ConfigError, RequestError, WriteError) as error:
             self._num_failed += 1
             self._remark(f"[{error}]")
 
@@ -161,8 +161,7 @@ class Chat:
         prompt = self._conversation.prompt(question)
         text, end = self._stream(prompt)
         if isinstance(end, Failed):
-            error = from_wire(end.kind, end.message)
-            raise error if not isinstance(error, RequestError | Overloaded) else type(error)(f"{error}; {_cure(error)}")
+            raise RequestError(f"{end.message}; {_cure(end.kind)}")
         self._print(" [stopped]" if end.finish_reason == "cancelled" else "")
         self._last = end
         self._unanswered = None
@@ -206,12 +205,11 @@ class Chat:
         print(text, file=self._remarks, flush=True)
 
 
-def _cure(error: ColibriError) -> str:
-    return (
-        "/retry asks again"
-        if isinstance(error, Overloaded)
-        else "/undo takes back what was said last, /reset all of it"
-    )
+def _cure(kind: str) -> str:
+    """What helps after an error of this kind: only a bad request would fail again."""
+    if kind == RequestError.kind:
+        return "/undo takes back what was said last, /reset all of it"
+    return "/retry asks again"
 
 
 def _path(text: str, command: str) -> Path:

@@ -147,12 +147,21 @@ def container_files(folder: Path, marker: Marker) -> list[Path]:
 
 
 def piece_table(shape: "ExpertShape") -> tuple[PackedPiece, ...]:
-    """The matrices in a slab of that shape."""
-    bounds = (shape.gate_offset, shape.up_offset, shape.down_offset, shape.nbytes)
+    """The matrices in a slab of that shape, then its biases, float32 [rows, 1], padded with zeros to whole blocks of rows."""
+    bounds = (shape.gate_offset, shape.up_offset, shape.down_offset, shape.bias_offsets[0])
     wide, narrow = (shape.width, shape.hidden), (shape.hidden, shape.width)
-    return tuple(
+    pieces = tuple(
         PackedPiece(projection, bounds[i], bounds[i + 1] - bounds[i], *dims)
         for i, (projection, dims) in enumerate((("gate", wide), ("up", wide), ("down", narrow)))
+    )
+    return pieces + _bias_pieces(shape) if shape.has_bias else pieces
+
+
+def _bias_pieces(shape: "ExpertShape") -> tuple[PackedPiece, ...]:
+    bounds = (*shape.bias_offsets, shape.nbytes)
+    return tuple(
+        PackedPiece(f"{projection}_bias", bounds[i], bounds[i + 1] - bounds[i], rows, 1)
+        for i, (projection, rows) in enumerate((("gate", shape.width), ("up", shape.width), ("down", shape.hidden)))
     )
 
 

@@ -3,23 +3,27 @@
     per expert   <block>.experts.N.{gate,up,down}_proj.weight [rows, cols] (mixtral: w1 gate, w3 up, w2 down)
     fused        <block>.experts.gate_up_proj [E, 2F, D] (rows: gate, then up), .down_proj [E, D, F]; no ".weight"
     stacked      <block>.switch_mlp.{gate,up,down}_proj.{weight,scales,biases} [E, rows, ...], as MLX writes
+    shared       gpt_oss's gate_up_proj, with biases: see `shared_pieces`
     packed       a container's slabs [E, slab_bytes], in the layout that the kernels read (`container`)
 
 All end as: piece p of expert e is `piece_bytes[p]` bytes at `offset[e, p]` of file `file_idx[e, p]`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from colibri_mp.checkpoint.arrangement import Arrangement, Source, bias_sources, matrix_sources
 from colibri_mp.checkpoint.container import PackedLayer, PackedPiece, piece_table
 from colibri_mp.checkpoint.matrices import Piece, Shape, TensorTable
+from colibri_mp.checkpoint.safetensors_header import TensorInfo
 from colibri_mp.errors import CheckpointError
 from colibri_mp.formats import Encoding
+from colibri_mp.specs import ClampedSwiGLU
 
 if TYPE_CHECKING:
     from colibri_mp.kernels.layout import ExpertShape
@@ -35,7 +39,8 @@ class ExpertLayer:
     `piece_names` [P] is (projection, part) in the order gate, up, down and within each `encoding.parts`. Picklable,
     holds no file: a worker opens the files itself. `is_packed`: the file holds the slab as the kernels read it; the one
     piece is the whole slab, `shape.slab_bytes` long. `checksums` [E]: xxh3-64 of the packed slab, padding zeroed.
-    `targets`: what gate, up and down become when they are read, if that is not what is stored.
+    `targets`: what gate, up and down become when they are read, if that is not what is stored. `bias`: element type of the biases
+    of gate [F], up [F] and down [D], "" if there are none. `clamp`: see `kernels.layout.ExpertShape`.
     """
 
     layer: int
@@ -52,6 +57,9 @@ class ExpertLayer:
     is_packed: bool = False
     checksums: npt.NDArray[np.uint64] | None = None
     targets: tuple[Encoding, Encoding, Encoding] | None = None
+    arrangement: Arrangement = "separate"
+    bias: Literal["bf16", "f16", "f32", ""] = ""
+    clamp: ClampedSwiGLU | None = None
 
     @property
     def stored_bytes(self) -> int:
@@ -64,7 +72,22 @@ class ExpertLayer:
         # Here, since reading a checkpoint needs no kernels.
         from colibri_mp.kernels.layout import ExpertShape
 
-        return ExpertShape(self.hidden, self.width, *(encoding.format for encoding in self.packed_encodings))
+        gate, up, down = (encoding.format for encoding in self.packed_encodings)
+        return ExpertShape(self.hidden, self.width, gate, up, down, bool(self.bias), self.clamp)
+
+    @property
+    def matrix_sources(self) -> tuple[Source, Source, Source]:
+        """Where gate, up and down lie among the pieces."""
+        return matrix_sources(self.arrangement, self._num_parts)
+
+    @property
+    def bias_sources(self) -> tuple[Source, Source, Source]:
+        """Where their biases lie, if there are any."""
+        return bias_sources(self.arrangement, self._num_parts)
+
+    @property
+    def _num_parts(self) -> tuple[int, int, int]:
+        return len(self.gate.parts), len(self.up.parts), len(self.down.parts)
 
     @property
     def packed_encodings(self) -> tuple[Encoding, Encoding, Encoding]:
@@ -79,12 +102,14 @@ class ExpertLayer:
 
 @dataclass(frozen=True, slots=True)
 class ExpertDims:
-    """Number and size of a layer's experts, and the config fields that say so."""
+    """Number, size and kind of a layer's experts, and the config fields that say so."""
 
     num_experts: int
     hidden: int
     width: int
     width_field: str
+    has_bias: bool = False
+    clamp: ClampedSwiGLU | None = None
 
     def shape(self, projection: str) -> Shape:
         """[rows, cols] of one projection."""
@@ -94,7 +119,7 @@ class ExpertDims:
 
 
 # One projection of one layer: its encoding and, for each expert, its pieces in the order of `encoding.parts`.
-_Projection = tuple[Encoding, list[tuple[Piece, ...]]]
+Projection = tuple[Encoding, list[tuple[Piece, ...]]]
 
 
 def find_experts(
@@ -106,19 +131,19 @@ def find_experts(
     missing, of another shape than the config says, or do not agree in encoding.
     """
     if table.packed_layers:
-        return _packed(table, layer, dims)
+        return packed_experts(table, layer, dims)
     if f"{path}.switch_mlp.gate_proj.weight" in table:
-        found = {projection: _stacked(table, path, projection, dims) for projection in PROJECTIONS}
+        found = {p: stacked_projection(table, f"{path}.switch_mlp.{p}_proj", p, dims) for p in PROJECTIONS}
     elif f"{path}.experts.gate_up_proj" in table:
         found = _fused(table, f"{path}.experts", dims)
     else:
         found = {
             p: _per_expert(table, f"{path}.experts", names[p], dims.shape(p), dims.num_experts) for p in PROJECTIONS
         }
-    return _expert_layer(layer, dims, found)
+    return make_layer(layer, dims, found)
 
 
-def _packed(table: TensorTable, layer: int, dims: ExpertDims) -> ExpertLayer:
+def packed_experts(table: TensorTable, layer: int, dims: ExpertDims) -> ExpertLayer:
     """The layer in one file of a container; its header is held against the config and the kernels' layout."""
     packed = table.packed_layers.get(layer)
     if packed is None:
@@ -149,6 +174,8 @@ def _packed(table: TensorTable, layer: int, dims: ExpertDims) -> ExpertLayer:
         file_idx=np.full((dims.num_experts, 1), slabs.file_idx, np.int32),
         offset=slabs.offset + shape.slab_bytes * np.arange(dims.num_experts, dtype=np.int64)[:, None],
         is_packed=True,
+        bias="f32" if dims.has_bias else "",
+        clamp=dims.clamp,
         checksums=np.array([int(text, 16) for text in header.checksums], np.uint64),
     )
 
@@ -171,7 +198,9 @@ def _packed_shape(packed: PackedLayer, dims: ExpertDims) -> "ExpertShape":
                 "convert the original checkpoint again"
             )
     gate, up, down = header.encodings
-    return ExpertShape(dims.hidden, dims.width, gate.format, up.format, down.format)
+    return ExpertShape(
+        dims.hidden, dims.width, gate.format, up.format, down.format, has_bias=dims.has_bias, clamp=dims.clamp
+    )
 
 
 def _describe(pieces: Iterable[PackedPiece]) -> str:
@@ -180,19 +209,24 @@ def _describe(pieces: Iterable[PackedPiece]) -> str:
     )
 
 
-def _stacked(table: TensorTable, path: str, projection: str, dims: ExpertDims) -> _Projection:
+def stacked_projection(table: TensorTable, path: str, projection: str, dims: ExpertDims) -> Projection:
+    """One projection of all experts in one stack `path` [E, rows, cols]."""
     one = dims.shape(projection)
     stack = Shape((dims.num_experts, *one.dims), f"experts, {one.meaning}")
-    encoding, parts = table.parts(f"{path}.switch_mlp.{projection}_proj", stack)
-    sizes = [part.nbytes // dims.num_experts for part in parts]
-    slices = [
-        tuple(Piece(part.file_idx, part.offset + e * size, size) for part, size in zip(parts, sizes, strict=True))
-        for e in range(dims.num_experts)
+    encoding, parts = table.parts(path, stack)
+    return encoding, slices(parts, dims.num_experts)
+
+
+def slices(stacks: Sequence[TensorInfo], num_experts: int) -> list[tuple[Piece, ...]]:
+    """The pieces of each expert in tensors [E, ...]."""
+    sizes = [stack.nbytes // num_experts for stack in stacks]
+    return [
+        tuple(Piece(stack.file_idx, stack.offset + e * size, size) for stack, size in zip(stacks, sizes, strict=True))
+        for e in range(num_experts)
     ]
-    return encoding, slices
 
 
-def _fused(table: TensorTable, path: str, dims: ExpertDims) -> dict[str, _Projection]:
+def _fused(table: TensorTable, path: str, dims: ExpertDims) -> dict[str, Projection]:
     experts, hidden, width = dims.num_experts, dims.hidden, dims.width
     both = Shape((experts, 2 * width, hidden), f"experts, 2 * {dims.width_field}, hidden_size")
     single = Shape((experts, hidden, width), f"experts, hidden_size, {dims.width_field}")
@@ -209,7 +243,7 @@ def _fused(table: TensorTable, path: str, dims: ExpertDims) -> dict[str, _Projec
     }
 
 
-def _per_expert(table: TensorTable, path: str, name: str, shape: Shape, num_experts: int) -> _Projection:
+def _per_expert(table: TensorTable, path: str, name: str, shape: Shape, num_experts: int) -> Projection:
     matrices = [table.matrix(f"{path}.{e}.{name}", shape) for e in range(num_experts)]
     first = matrices[0]
     for matrix in matrices:
@@ -221,9 +255,17 @@ def _per_expert(table: TensorTable, path: str, name: str, shape: Shape, num_expe
     return first.encoding, [matrix.pieces for matrix in matrices]
 
 
-def _expert_layer(layer: int, dims: ExpertDims, found: dict[str, _Projection]) -> ExpertLayer:
-    gate, up, down = (found[projection][0] for projection in PROJECTIONS)
-    by_expert = zip(*(found[projection][1] for projection in PROJECTIONS), strict=True)
+def make_layer(
+    layer: int,
+    dims: ExpertDims,
+    found: Mapping[str, Projection],
+    biases: Sequence[TensorInfo] = (),
+    arrangement: Arrangement = "separate",
+) -> ExpertLayer:
+    """The tables of a layer. `found`: gate, up and down, or gate_up, which is both, and down; `biases` [E, rows] of the same."""
+    gate, up, down = (found[name if name in found else "gate_up"][0] for name in PROJECTIONS)
+    bias_pieces = slices(biases, dims.num_experts)
+    by_expert = zip(*(pieces for _, pieces in found.values()), bias_pieces, strict=True)
     pieces = [list(chain.from_iterable(projections)) for projections in by_expert]
     table = np.array(pieces, np.int64)  # [E, P, (file_idx, offset, nbytes)]
     return ExpertLayer(
@@ -234,14 +276,28 @@ def _expert_layer(layer: int, dims: ExpertDims, found: dict[str, _Projection]) -
         gate=gate,
         up=up,
         down=down,
-        piece_names=tuple(_piece_names(found)),
+        piece_names=(*_piece_names(found), *((name, "bias") for name in found if biases)),
         piece_bytes=table[0, :, 2].copy(),
         file_idx=table[:, :, 0].astype(np.int32),
         offset=table[:, :, 1].copy(),
+        arrangement=arrangement,
+        bias=_bias_type(biases),
+        clamp=dims.clamp,
     )
 
 
-def _piece_names(found: dict[str, _Projection]) -> Iterator[tuple[str, str]]:
-    for projection in PROJECTIONS:
-        for part in found[projection][0].parts:
+def _bias_type(biases: Sequence[TensorInfo]) -> Literal["bf16", "f16", "f32", ""]:
+    types: dict[str, Literal["bf16", "f16", "f32"]] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
+    if not biases:
+        return ""
+    if len({info.dtype for info in biases}) > 1:
+        raise CheckpointError(
+            f"the biases of a layer's experts must be stored alike, {biases[0].name!r} and others are not"
+        )
+    return types[biases[0].dtype]
+
+
+def _piece_names(found: Mapping[str, Projection]) -> Iterator[tuple[str, str]]:
+    for projection, (encoding, _) in found.items():
+        for part in encoding.parts:
             yield projection, part

@@ -109,6 +109,10 @@ class TensorTable:
         info = self.tensor(name, shape)
         return plain_encoding(info), info
 
+    def leave_out(self, prefix: str) -> None:
+        """Count the tensors of a part of the checkpoint that the model does not need as used."""
+        self.used.update(name for name in self.tensors if name.startswith(prefix))
+
     def unused(self) -> list[str]:
         """Names of the tensors that nothing has asked for, in the order of the files."""
         return [name for name in self.tensors if name not in self.used]

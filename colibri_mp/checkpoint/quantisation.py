@@ -9,6 +9,8 @@ overrides by module path. The rules (mlx_lm/utils.py `load_model`, mlx `nn.quant
   with the number of columns known they give bits and group size without doubt. An override that contradicts them is
   an error
 
+`quant_method` "mxfp4" is gpt_oss's: it says nothing that the names of its tensors do not (`shared_pieces`).
+
 Other methods (`quantization_config.quant_method`: gptq, awq, fp8, bitsandbytes ...) are refused by name.
 """
 
@@ -60,6 +62,8 @@ def read_quantisation(config: dict[str, Any]) -> Quantisation:
         return Quantisation()
     if not isinstance(stated, dict):
         raise CheckpointError(f"config.json: quantization must be an object, not {stated!r}")
+    if stated.get("quant_method") == "mxfp4":
+        return Quantisation()
     if "quant_method" in stated:
         raise CheckpointError(
             f"config.json: quantisation method {stated['quant_method']!r} is not supported; supported are {SUPPORTED}. "

@@ -146,9 +146,11 @@ class AttentionStage:
             weights.check(self.spec)
             frame = self._template.copy()
             self._bind_matrices(frame, weights)
-            for name in ("q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "o_bias"):
+            for name in ("q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "o_bias", "sinks"):
                 frame[name] = _address(getattr(weights, name))
             frame["norm_weight"] = _address(weights.norm)
+            if weights.window is not None:
+                frame["window"] = weights.window
             known = (weights, frame, frame.view(np.int64)[: len(STEP_FIELDS)])
             self._frames[id(weights)] = known
         return known[1:]

@@ -45,6 +45,7 @@ TILE_TOKENS = 16
 LARGEST_WIDTH = WIDTHS[-1]
 _VECTOR_BYTES = 64
 _NOTHING = np.float32(0.0)
+_ONE = np.float32(1.0)
 _HALF_HIDDEN = np.float32(-5e29)
 
 
@@ -229,6 +230,16 @@ def start_merge(job: Any, merged: int) -> None:
     for query in range(0, job.max_queries, 16):
         store16(merged + job.largest_offset + 4 * query, splat16(HIDDEN))
         store16(merged + job.largest_offset + 4 * (job.max_queries + query), splat16(_NOTHING))
+
+
+@compiled
+def take_in_sinks(job: Any, place: Any, kv_head: int, merged: int) -> None:
+    """Where heads have sinks, a partial of no positions becomes one of a position with the sink's score and the value zero."""
+    if job.sinks != 0:
+        for query in range(place.num_queries):
+            head = kv_head * job.group_size + query % job.group_size
+            set_f32(merged + job.largest_offset + 4 * query, get_f32(job.sinks + 4 * head))
+            set_f32(merged + job.largest_offset + 4 * (job.max_queries + query), _ONE)
 
 
 @compiled

@@ -18,7 +18,8 @@ class AttentionWeights:
     """Weights of one attention block. Vectors are C-contiguous float32; those that the spec lacks are None.
 
     norm [D]; q [num_heads * head_dim, D], k and v [num_kv_heads * head_dim, D], o [D, num_heads * head_dim];
-    q_norm and k_norm [head_dim] for "head", [rows of q], [rows of k] for "full".
+    q_norm and k_norm [head_dim] for "head", [rows of q], [rows of k] for "full"; sinks [num_heads]. `window`: of this layer, where
+    layers differ in it alone; None: that of the spec.
     """
 
     norm: F32Array
@@ -32,6 +33,8 @@ class AttentionWeights:
     o_bias: F32Array | None = None
     q_norm: F32Array | None = None
     k_norm: F32Array | None = None
+    sinks: F32Array | None = None
+    window: int | None = None
 
     def check(self, spec: AttentionSpec) -> None:
         """Our own invariant: the loader has compared the checkpoint with its configuration."""
@@ -42,6 +45,7 @@ class AttentionWeights:
         norm_widths = {"none": (0, 0), "head": (spec.head_dim, spec.head_dim), "full": (spec.q_width, spec.kv_width)}
         q_norm, k_norm = norm_widths[spec.qk_norm]
         widths = {"norm": spec.hidden, "q_norm": q_norm, "k_norm": k_norm, "o_bias": spec.hidden * spec.o_bias}
+        widths |= {"sinks": spec.num_heads * spec.sinks}
         widths |= {"q_bias": spec.q_width * spec.qkv_bias}
         widths |= {"k_bias": spec.kv_width * spec.qkv_bias, "v_bias": spec.kv_width * spec.qkv_bias}
         for name, width in widths.items():

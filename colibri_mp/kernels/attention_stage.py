@@ -41,7 +41,7 @@ splits are shared among threads, else 0.
 """
 
 _SHAPE_FIELDS = ("hidden", "num_heads", "num_kv_heads", "head_dim", "group_size", "qk_norm", "window", "rotary_half")
-_VECTOR_FIELDS = ("norm_weight", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "o_bias", "cos", "sin")
+_VECTOR_FIELDS = ("norm_weight", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "o_bias", "cos", "sin", "sinks")
 _ROW_FIELDS = (
     *("q", "k", "v", "out", "context"),
     *("q_stride", "k_stride", "out_stride", "context_stride"),
@@ -185,6 +185,7 @@ def _attend_alone(job: Any, item: int, scratch: int) -> None:
     partial, merged = scratch + job.partial_offset, scratch + job.merged_offset
     core.pack_queries(job, place, kv_head, scratch)
     core.start_merge(job, merged)
+    core.take_in_sinks(job, place, kv_head, merged)
     first, last = core.visible_range(job, place)
     for split in range(first // SPLIT_TOKENS, last // SPLIT_TOKENS + 1):
         core.attend_split(job, place, kv_head, split, scratch, partial)
@@ -213,6 +214,7 @@ def _merge_phase(job: Any, control: int, tag: int, scratch: int) -> bool:
     while chunk >= 0:
         place, merged = _place_of(job, chunk), scratch + job.merged_offset
         core.start_merge(job, merged)
+        core.take_in_sinks(job, place, chunk % job.num_kv_heads, merged)
         first, last = core.visible_range(job, place)
         for split in range(first // SPLIT_TOKENS, last // SPLIT_TOKENS + 1):
             core.merge_partial(job, place, _partial(job, chunk, split), merged, scratch + job.factors_offset)

@@ -14,8 +14,7 @@ from colibri_mp.kernels.attention_inputs import AttentionWeights, Batch
 from colibri_mp.kernels.attention_stage import NUM_PHASES, attention_phases
 from colibri_mp.kernels.jit import Native, compiled, fixed
 from colibri_mp.kernels.kv_cache import KVCache
-from colibri_mp.kernels.layout import PackedMatrix
-from colibri_mp.kernels.router import RouterStage, router_phases
+from colibri_mp.kernels.router import RouterStage, RouterWeights, router_phases
 from colibri_mp.kernels.team import ThreadTeam, barrier, done, take
 from colibri_mp.kernels.vectors import record_at
 
@@ -57,16 +56,16 @@ class BlockStage:
 
     def __call__(
         self, x: F32Array, weights: AttentionWeights, kv: KVCache, layer_idx: int, batch: Batch,
-        mlp_norm: F32Array, gate: PackedMatrix,
+        mlp_norm: F32Array, router: RouterWeights,
     ) -> tuple[F32Array, I32Array, F32Array]:  # fmt: skip
         """x [T, D] float32: x += attention(norm(x)) in place; then h = mlp_norm(x) [T, D], ids [T, K] and weights [T, K].
 
         Arguments and errors: `AttentionStage`; results, which are views: `RouterStage`.
         """
-        attention = self._attention.frame(x, weights, kv, layer_idx, batch)
-        router = self._router.frame(x, mlp_norm, gate)
-        self._bytes[:_ROUTER_START] = attention.view(np.uint8)
-        self._bytes[_ROUTER_START:_ROUTER_END] = router.view(np.uint8)
+        attention_frame = self._attention.frame(x, weights, kv, layer_idx, batch)
+        router_frame = self._router.frame(x, mlp_norm, router)
+        self._bytes[:_ROUTER_START] = attention_frame.view(np.uint8)
+        self._bytes[_ROUTER_START:_ROUTER_END] = router_frame.view(np.uint8)
         self._team.run(STAGE, self._frame)
         return self._router.results(x.shape[0])
 

@@ -1,5 +1,7 @@
 """SwiGLU experts of one layer: y[t] = sum over the chosen experts e of weight * down_e(silu(gate_e x) * up_e x).
 
+Some have biases, and another activation (`layout.ExpertShape`); the weight multiplies what comes after the bias of down.
+
     begin(x, ids, weights)        list the (token, choice) pairs by expert: *rows*; prepare x
     compute(expert_ids, slabs)    any of the step's experts, in any order and any number of calls; one compiled call each:
                                       phase 0   chunk = some hidden columns of an expert, for all its rows:
@@ -119,6 +121,10 @@ class ExpertStage:
             self._prepare[name] = compute[name] = describe_format(kind, shape.width, shape.hidden, planes)
         compute["down"] = describe_format(shape.down, shape.hidden, shape.width, planes)
         compute["up_offset"], compute["down_offset"] = shape.up_offset, shape.down_offset
+        if shape.has_bias:
+            compute["gate_bias"], compute["up_bias"], compute["down_bias"] = shape.bias_offsets
+        if shape.clamp is not None:
+            compute["limit"], compute["alpha"] = shape.clamp.limit, shape.clamp.alpha
         compute["chunk_columns"], compute["chunk_prepared_bytes"] = (
             self._sizes.chunk_columns,
             self._sizes.chunk_prepared,

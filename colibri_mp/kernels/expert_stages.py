@@ -18,6 +18,8 @@ from colibri_mp.kernels.vectors import (
     get_i32,
     get_i64,
     load16,
+    max16,
+    min16,
     pointer_f32,
     pointer_i32,
     pointer_i64,
@@ -136,12 +138,14 @@ COMPUTE_FRAME = np.dtype(
         ("down", MATRIX),
         *[(name, np.int64) for name in (
             "up_offset", "down_offset",  # in a slab
+            "gate_bias", "up_bias", "down_bias",  # likewise, 0: there are none
             "chunk_columns", "chunk_prepared_bytes",  # hidden columns of a chunk; their bytes in a row prepared for down
             "num_experts", "expert_ids", "slabs",  # int32 [num_experts], int64 [num_experts]
             "starts", "num_ids",
             "gate_rows", "up_rows", "hidden_rows", "partial_rows",  # tables of addresses
             "scratch", "scratch_bytes", "num_threads",  # a thread's: tables int64 [2, pass], float32 [2, pass, chunk_columns]
         )],
+        ("limit", np.float64), ("alpha", np.float64),  # of `specs.ClampedSwiGLU`; limit 0: silu(gate) * up
     ]
 )  # fmt: skip
 
@@ -168,6 +172,35 @@ def _silu_product(gate: int, up: int, columns: int) -> None:
 
 
 @compiled
+def _clamped_product(gate: int, up: int, columns: int, limit: np.float32, alpha: np.float32) -> None:
+    """gate = (up + 1) * gate * sigmoid(alpha * gate), gate clamped from above and up from both sides."""
+    one, zero, largest = splat16(np.float32(1.0)), splat16(np.float32(0.0)), splat16(limit)
+    for i in range(0, 4 * columns, 64):
+        g = min16(load16(gate + i), largest)
+        u = max16(min16(load16(up + i), largest), zero - largest)
+        store16(gate + i, (u + one) * (g / (one + exp16(zero - splat16(alpha) * g))))
+
+
+@compiled
+def _add_blocks(row: int, addend: int, num_blocks: int) -> None:
+    """row += addend over whole blocks of 16 float32."""
+    for i in range(0, 64 * num_blocks, 64):
+        store16(row + i, load16(row + i) + load16(addend + i))
+
+
+@compiled
+def _activate(job: Any, slab: int, gate: int, up: int, first_block: int, num_blocks: int) -> None:
+    """Biases and activation over the columns of some blocks; the result replaces `gate`."""
+    if job.gate_bias != 0:
+        _add_blocks(gate, slab + job.gate_bias + 64 * first_block, num_blocks)
+        _add_blocks(up, slab + job.up_bias + 64 * first_block, num_blocks)
+    if job.limit > 0.0:
+        _clamped_product(gate, up, 16 * num_blocks, np.float32(job.limit), np.float32(job.alpha))
+    else:
+        _silu_product(gate, up, 16 * num_blocks)
+
+
+@compiled
 def _point_to_scratch(job: Any, scratch: int, first_block: int, count: int) -> None:
     """Tables of where gate and up results go. Tile kernels add 64 bytes for each block: count from the chunk's first one."""
     row_bytes = 4 * job.chunk_columns
@@ -191,7 +224,7 @@ def _hidden_chunk(job: Any, slab: int, chunk: int, first_row: int, end_row: int,
         multiply_blocks_at(job.up, slab + job.up_offset, first_block, end_block, job.up_rows + 8 * row, ups, count)
         for i in range(count):
             gate, up = get_i64(gates + 8 * i) + 64 * first_block, get_i64(ups + 8 * i) + 64 * first_block
-            _silu_product(gate, up, 16 * (end_block - first_block))
+            _activate(job, slab, gate, up, first_block, end_block - first_block)
             hidden = get_i64(job.hidden_rows + 8 * (row + i)) + chunk * job.chunk_prepared_bytes
             call_native3(job.down.prepare, gate, hidden, columns)
 
@@ -218,10 +251,13 @@ def _down_phase(job: Any, control: int, tag: int, phase: int) -> bool:
     chunk = take(control, tag, phase, num_chunks)
     while chunk >= 0:
         expert, first = chunk // per_expert, chunk % per_expert * blocks
-        down = get_i64(job.slabs + 8 * expert) + job.down_offset
+        slab, last = get_i64(job.slabs + 8 * expert), min(first + blocks, job.down.num_blocks)
         row, end = _first_row(job, expert), _end_row(job, expert)
         hidden, partial = job.hidden_rows + 8 * row, job.partial_rows + 8 * row
-        multiply_blocks_at(job.down, down, first, min(first + blocks, job.down.num_blocks), hidden, partial, end - row)
+        multiply_blocks_at(job.down, slab + job.down_offset, first, last, hidden, partial, end - row)
+        if job.down_bias != 0:
+            for place in range(partial, partial + 8 * (end - row), 8):
+                _add_blocks(get_i64(place) + 64 * first, slab + job.down_bias + 64 * first, last - first)
         done(control, phase)
         chunk = take(control, tag, phase, num_chunks)
     return barrier(control, tag, phase, num_chunks)

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from colibri_mp.formats import ELEMENT_BYTES, Encoding, Format
+from colibri_mp.specs import ClampedSwiGLU
 
 LAYOUT_VERSION = "R16S-1"
 """Names these bytes; containers store it. To change a byte of the packed form is to change this."""
@@ -68,6 +69,11 @@ def packed_bytes(matrix_format: Format, rows: int, cols: int) -> int:
     return num_blocks(rows) * geometry(matrix_format, cols).block_bytes
 
 
+def bias_bytes(rows: int) -> int:
+    """Bytes of a bias in a slab, whole blocks of rows."""
+    return num_blocks(rows) * BLOCK_ROWS * 4
+
+
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
     """A matrix [rows, cols] packed into `data`: uint8, 1-D, C-contiguous, 64-aligned, `packed_bytes` long; it keeps `data` alive."""
@@ -87,13 +93,19 @@ class PackedMatrix:
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """One expert's slab: gate [F, D], up [F, D], down [D, F], each packed, one after the other."""
+    """One expert's slab: gate [F, D], up [F, D], down [D, F], each packed, one after the other.
+
+    With `has_bias` their biases follow, float32 [F], [F], [D], each padded with zeros to whole blocks of rows. `clamp`: what stands
+    between gate, up and down; None: silu(gate) * up.
+    """
 
     hidden: int
     width: int
     gate: Format
     up: Format
     down: Format
+    has_bias: bool = False
+    clamp: ClampedSwiGLU | None = None
 
     @property
     def gate_offset(self) -> int:
@@ -111,9 +123,16 @@ class ExpertShape:
         return self.up_offset + packed_bytes(self.up, self.width, self.hidden)
 
     @cached_property
+    def bias_offsets(self) -> tuple[int, int, int]:
+        """Byte offsets of the biases of gate, up and down; meaningless without them."""
+        start = self.down_offset + packed_bytes(self.down, self.hidden, self.width)
+        wide = bias_bytes(self.width)
+        return start, start + wide, start + 2 * wide
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of an expert without the padding of its slab."""
-        return self.down_offset + packed_bytes(self.down, self.hidden, self.width)
+        return self.bias_offsets[2] + bias_bytes(self.hidden) if self.has_bias else self.bias_offsets[0]
 
     @cached_property
     def slab_bytes(self) -> int:
@@ -134,6 +153,14 @@ def pack(encoding: Encoding, rows: int, cols: int, parts: Sequence[Bytes], out: 
     num_bytes = packed_bytes(encoding.format, rows, cols)
     assert out.nbytes == num_bytes, f"{out.nbytes} bytes of room for {num_bytes}"
     pack_parts(encoding, rows, cols, parts, out)
+
+
+def fill_bias(kind: str, stored: Bytes, out: Bytes) -> None:
+    """A bias as stored, bf16, f16 or f32 elements, into its place in a slab (`bias_bytes`, 64-aligned): float32, then zeros."""
+    from colibri_mp.kernels.reference import elements
+
+    values, place = elements(stored, kind), out.view(np.float32)
+    place[: values.size], place[values.size :] = values, 0.0
 
 
 def gather_rows(matrix: PackedMatrix, row_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:

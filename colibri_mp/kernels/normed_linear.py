@@ -18,13 +18,17 @@ from colibri_mp.kernels.team import ThreadTeam, aligned_bytes, barrier, done, ta
 F32Array = NDArray[np.float32]
 
 _LINEAR_FIELDS = ("x", "num_rows", "width", "norm_weight", "h", "prepared", "xs", "y", "y_stride", "ys")
-_ROUTER_FIELDS = ("num_experts", "top_k", "renormalise", "probabilities", "ids", "expert_weights")
+_ROUTER_FIELDS = (
+    *("num_experts", "top_k", "renormalise", "probabilities", "ids", "expert_weights"),
+    *("logit_bias", "correction", "is_sigmoid", "num_groups", "kept_groups", "group_scores"),
+)
 FRAME = np.dtype(
     [
         ("weight", MATRIX),
         *[(name, np.int64) for name in (*_LINEAR_FIELDS, *_ROUTER_FIELDS)],
         ("eps", np.float64),
         ("top_p", np.float64),
+        ("scaling", np.float64),
     ]
 )
 """Addresses, strides in bytes and counts; at the end what is neither."""
@@ -106,11 +110,11 @@ class NormedLinear:
         assert norm.shape == (self.width,)
         assert x.dtype == norm.dtype == np.float32
         assert x.flags.c_contiguous
-        frame = self._bound(weight)
+        frame = self.bound(weight)
         frame["x"], frame["num_rows"], frame["norm_weight"] = x.ctypes.data, num_rows, norm.ctypes.data
         return frame
 
-    def _bound(self, weight: PackedMatrix) -> NDArray[np.void]:
+    def bound(self, weight: PackedMatrix) -> NDArray[np.void]:
         """The frame for a weight matrix; made when it is first met."""
         if id(weight) not in self._frames:
             assert (weight.rows, weight.cols) == (self.num_outputs, self.width), f"W [{weight.rows}, {weight.cols}]"

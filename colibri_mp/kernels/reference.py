@@ -4,15 +4,18 @@ Stored forms follow MLX (`mx.dequantize` with float32 scales, bit for bit) and t
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from colibri_mp.formats import Encoding, Format
 from colibri_mp.kernels import layout
+from colibri_mp.specs import ClampedSwiGLU
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
+Biases = tuple[Floats, Floats, Floats]
 
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 """Values of the 16 codes of E2M1."""
@@ -105,20 +108,41 @@ def silu(x: Floats) -> Floats:
     return result
 
 
-def expert(x: Floats, gate: Floats, up: Floats, down: Floats) -> Floats:
-    """SwiGLU: down(silu(gate x) * up x); x [T, D], gate and up [F, D], down [D, F]."""
-    return linear(silu(linear(x, gate)) * linear(x, up), down)
+def clamped_swiglu(gate: Floats, up: Floats, clamp: ClampedSwiGLU) -> Floats:
+    """(up + 1) * gate * sigmoid(alpha * gate), gate at most `limit`, up within +-`limit`."""
+    low, within = np.minimum(gate, clamp.limit).astype(np.float64), np.clip(up, -clamp.limit, clamp.limit)
+    result: Floats = ((within + 1) * low / (1 + np.exp(-clamp.alpha * low))).astype(np.float32)
+    return result
+
+
+def expert(
+    x: Floats, gate: Floats, up: Floats, down: Floats, biases: Biases | None = None, clamp: ClampedSwiGLU | None = None
+) -> Floats:
+    """SwiGLU: down(silu(gate x) * up x); x [T, D], gate and up [F, D], down [D, F]; biases [F], [F], [D]."""
+    gate_bias, up_bias, down_bias = biases or (None, None, None)
+    gated, lifted = linear(x, gate, gate_bias), linear(x, up, up_bias)
+    hidden = silu(gated) * lifted if clamp is None else clamped_swiglu(gated, lifted, clamp)
+    return linear(hidden, down, down_bias)
 
 
 def experts(
-    x: Floats, ids: npt.NDArray[np.int32], weights: Floats, matrices: Sequence[tuple[Floats, Floats, Floats]]
+    x: Floats,
+    ids: npt.NDArray[np.int32],
+    weights: Floats,
+    matrices: Sequence[tuple[Any, ...]],
+    clamp: ClampedSwiGLU | None = None,
 ) -> Floats:
-    """Sum over the chosen experts of weight * expert(x), in ascending id; ids [T, K] < 0 are skipped. matrices[id] = gate, up, down."""
+    """Sum over the chosen experts of weight * expert(x), in ascending id; ids [T, K] < 0 are skipped.
+
+    matrices[id] = gate, up, down[, biases], as `expert` takes them.
+    """
     out = np.zeros_like(x)
     for token in range(len(x)):
         for k in np.argsort(ids[token], kind="stable"):
             if ids[token, k] >= 0:
-                out[token] += weights[token, k] * expert(x[token : token + 1], *matrices[ids[token, k]])[0]
+                gate, up, down, *biases = matrices[ids[token, k]]
+                row = expert(x[token : token + 1], gate, up, down, biases[0] if biases else None, clamp)
+                out[token] += weights[token, k] * row[0]
     return out
 
 

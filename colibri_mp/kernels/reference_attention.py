@@ -11,6 +11,7 @@ from colibri_mp.kernels.kv_cache import KVCache
 from colibri_mp.kernels.layout import PackedMatrix
 from colibri_mp.kernels.reference import unpack
 from colibri_mp.kernels.rope import RopeTables
+from colibri_mp.kernels.router import RouterWeights
 from colibri_mp.specs import AttentionSpec, RouterSpec
 
 F32Array = NDArray[np.float32]
@@ -58,11 +59,16 @@ def project(
     return heads if spec.clip_qkv is None else np.clip(heads, -spec.clip_qkv, spec.clip_qkv)
 
 
-def attend(query: F32Array, keys: F32Array, values: F32Array, spec: AttentionSpec) -> F64Array:
+def attend(
+    query: F32Array, keys: F32Array, values: F32Array, spec: AttentionSpec, window: int | None, sinks: F32Array | None
+) -> F64Array:
     """One row: query [num_heads, head_dim] at the last of the positions of keys and values [n, num_kv_heads, head_dim]."""
-    start = 0 if spec.window is None else max(0, len(keys) - spec.window)
+    start = 0 if window is None else max(0, len(keys) - window)
     visible = np.repeat(keys[start:], spec.group_size, axis=1).astype(np.float64)
-    weights = softmax(np.einsum("hd,shd->hs", query.astype(np.float64), visible) * spec.scale)
+    scores = np.einsum("hd,shd->hs", query.astype(np.float64), visible) * spec.scale
+    if sinks is not None:
+        scores = np.append(scores, sinks[:, None], axis=1)
+    weights = softmax(scores)[:, : len(visible)]
     mixed = np.einsum("hs,shd->hd", weights, np.repeat(values[start:], spec.group_size, axis=1).astype(np.float64))
     return np.asarray(mixed)
 
@@ -84,21 +90,23 @@ def attention(
     rows = list(zip(batch.positions.tolist(), batch.sequence_idx.tolist(), strict=True))
     for t, (position, sequence) in enumerate(rows):
         kv.write(layer_idx, batch.block_table[sequence], position, keys[t : t + 1], values[t : t + 1])
-    context = np.empty((len(x), spec.q_width), np.float32)
+    context, window = np.empty((len(x), spec.q_width), np.float32), weights.window or spec.window
     for t, (position, sequence) in enumerate(rows):
         past_keys, past_values = kv.read(layer_idx, batch.block_table[sequence], position + 1)
-        context[t] = attend(queries[t], past_keys, past_values, spec).reshape(-1)
+        context[t] = attend(queries[t], past_keys, past_values, spec, window, weights.sinks).reshape(-1)
     x += linear(context, weights.o, weights.o_bias)
 
 
 def route(
-    x: F32Array, norm: F32Array, gate: PackedMatrix, spec: RouterSpec, norm_eps: float
+    x: F32Array, norm: F32Array, router: RouterWeights, spec: RouterSpec, norm_eps: float
 ) -> tuple[F32Array, NDArray[np.int32], F32Array]:
     """(h, ids, weights) as `router.RouterStage`."""
     h = rms_norm(x, norm, norm_eps)
-    probabilities = softmax(linear(h, gate).astype(np.float64)).astype(np.float32)
-    ids = np.argsort(-probabilities, axis=-1, kind="stable")[:, : spec.top_k]
-    weights = np.take_along_axis(probabilities, ids, axis=-1)
+    scores, choice = score(linear(h, router.gate, router.bias), router.correction, spec)
+    ids = np.argsort(-choice, axis=-1, kind="stable")[:, : spec.top_k]
+    weights = np.take_along_axis(scores, ids, axis=-1)
+    by_weight = np.argsort(-weights, axis=-1, kind="stable")
+    ids, weights = np.take_along_axis(ids, by_weight, axis=-1), np.take_along_axis(weights, by_weight, axis=-1)
     if spec.top_p < 1:
         sums = np.cumsum(weights, axis=-1)
         dropped = np.pad(sums[:, :-1], ((0, 0), (1, 0))) >= np.float32(spec.top_p) * sums[:, -1:]
@@ -108,7 +116,22 @@ def route(
     ids, weights = np.take_along_axis(ids, by_id, axis=-1), np.take_along_axis(weights, by_id, axis=-1)
     if spec.norm_topk_prob:
         weights = weights / weights.sum(axis=-1, keepdims=True)
-    return h, ids.astype(np.int32), weights
+    return h, ids.astype(np.int32), weights * np.float32(spec.scaling)
+
+
+def score(logits: F32Array, correction: F32Array | None, spec: RouterSpec) -> tuple[F32Array, F32Array]:
+    """[T, E]: the scores, and what experts are chosen by: corrected, and -inf in groups that are not kept."""
+    if spec.scoring == "softmax":
+        probabilities = softmax(logits.astype(np.float64)).astype(np.float32)
+        return probabilities, probabilities
+    scores = np.asarray(1 / (1 + np.exp(-logits.astype(np.float64))), dtype=np.float32)
+    choice = scores if correction is None else scores + correction
+    groups = choice.reshape(len(choice), spec.num_groups, -1)
+    best = np.sort(groups, axis=-1)[..., -2:].sum(axis=-1)
+    kept = np.argsort(-best, axis=-1, kind="stable")[:, : spec.kept_groups]
+    refused = np.ones(best.shape, bool)
+    np.put_along_axis(refused, kept, False, axis=-1)
+    return scores, np.where(refused[..., None], np.float32(-np.inf), groups).reshape(choice.shape)
 
 
 def head(x: F32Array, norm: F32Array, weight: PackedMatrix, norm_eps: float) -> F32Array:

@@ -110,6 +110,7 @@ def _warm_experts() -> None:
 
     from colibri_mp.kernels.expert import ExpertStage
     from colibri_mp.kernels.layout import ExpertShape
+    from colibri_mp.kernels.resident_expert import ResidentExpert
     from colibri_mp.kernels.team import ThreadTeam, aligned_bytes
 
     shape = ExpertShape(16, 16, _SMALL, _SMALL, _SMALL)
@@ -121,6 +122,7 @@ def _warm_experts() -> None:
         stage.compute(ids[0], addresses)
         stage.finish(x)
         stage.run(x, ids, weights, ids[0], addresses, x)
+        ResidentExpert(team, shape, 1)(x, slab, x[0])
 
 
 def _warm_block() -> None:
@@ -131,7 +133,7 @@ def _warm_block() -> None:
     from colibri_mp.kernels.kv_cache import KVCache
     from colibri_mp.kernels.layout import PackedMatrix, packed_bytes
     from colibri_mp.kernels.rope import rope_tables
-    from colibri_mp.kernels.router import RouterStage
+    from colibri_mp.kernels.router import RouterStage, RouterWeights
     from colibri_mp.kernels.team import ThreadTeam, aligned_bytes
     from colibri_mp.specs import AttentionSpec, RopeSpec, RouterSpec
 
@@ -144,7 +146,7 @@ def _warm_block() -> None:
         attention = AttentionStage(team, spec, rope_tables(RopeSpec(theta=1e4, rotary_dim=16), 16), 1, 16)
         router = RouterStage(team, RouterSpec(16, 1, True), 16, 1e-6, 1)
         attention(x, weights, kv, 0, batch)
-        BlockStage(team, attention, router)(x, weights, kv, 0, batch, weights.norm, matrix)
+        BlockStage(team, attention, router)(x, weights, kv, 0, batch, weights.norm, RouterWeights(matrix))
 
 
 def _warm_head() -> None:

@@ -71,6 +71,13 @@ class ConfigReader:
             raise self._wrong(name, value, "a list of whole numbers")
         return value
 
+    def text_list(self, name: str) -> list[str]:
+        """A list of strings; empty where the field is absent."""
+        value = self._fields.get(name) or []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._wrong(name, value, "a list of strings")
+        return value
+
     def section(self, name: str) -> "ConfigReader":
         """The object in a field; empty where the field is absent."""
         value = self._fields.get(name) or {}
@@ -99,24 +106,26 @@ class ConfigReader:
         return CheckpointError(f"config.json: {self._prefix}{name} = {value!r} must be {wanted}")
 
 
-def read_rope(config: ConfigReader, head_dim: int, default_theta: float) -> RopeSpec:
+def read_rope(
+    config: ConfigReader, head_dim: int, default_theta: float, partial_rotary: float | None = None
+) -> RopeSpec:
     """Rotary embedding from `rope_parameters`, or from `rope_theta` and `rope_scaling`.
 
+    `partial_rotary`: the share of a head that turns where the config does not say; None: the family knows no other than all of it.
     Defaults are those of transformers/modeling_rope_utils.py: a missing factor is max_position_embeddings over the
     original length.
     """
     parameters = config.section("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
     theta = parameters.number("rope_theta", default=config.number("rope_theta", default=default_theta))
-    for reader in (config, parameters):
-        reader.require("partial_rotary_factor", reader.number("partial_rotary_factor", default=1.0), 1.0)
+    rotary_dim = _rotary_dim(config, parameters, head_dim, partial_rotary)
     rope_type = _rope_type(parameters)
     if rope_type == "default":
-        return RopeSpec(theta, head_dim)
+        return RopeSpec(theta, rotary_dim)
     max_position = config.whole("max_position_embeddings")
     original = parameters.whole("original_max_position_embeddings", default=max_position)
     return RopeSpec(
         theta=theta,
-        rotary_dim=head_dim,
+        rotary_dim=rotary_dim,
         rope_type=rope_type,
         factor=parameters.positive("factor", default=max_position / original),
         original_max_position=original,
@@ -129,6 +138,23 @@ def read_rope(config: ConfigReader, head_dim: int, default_theta: float) -> Rope
         low_freq_factor=parameters.number("low_freq_factor", default=1.0),
         high_freq_factor=parameters.number("high_freq_factor", default=4.0),
     )
+
+
+def _rotary_dim(config: ConfigReader, parameters: ConfigReader, head_dim: int, partial_rotary: float | None) -> int:
+    """Elements of a head that turn, an even number."""
+    if partial_rotary is None:
+        for reader in (config, parameters):
+            reader.require("partial_rotary_factor", reader.number("partial_rotary_factor", default=1.0), 1.0)
+        return head_dim
+    stated = config.number("partial_rotary_factor", default=partial_rotary)
+    share = parameters.positive("partial_rotary_factor", default=stated)
+    rotary_dim = int(head_dim * share)
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise CheckpointError(
+            f"config.json: partial_rotary_factor = {share} turns {rotary_dim} of {head_dim} elements of a head, which must be "
+            "an even number of them"
+        )
+    return rotary_dim
 
 
 def read_max_context(config: ConfigReader, rope: RopeSpec) -> int:

@@ -3,8 +3,8 @@
 Names follow Hugging Face's `model.layers.N...`. Each function looks up and checks the tensors of one part.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from colibri_mp.checkpoint.experts import STANDARD_NAMES, ExpertDims, find_experts
 from colibri_mp.checkpoint.matrices import Shape, TensorTable
@@ -14,12 +14,13 @@ from colibri_mp.models.config import ConfigReader, read_max_context, read_rope
 from colibri_mp.models.structure import AttentionTensors, DenseSpec, LayerSpec, ModelSpec, MoeSpec
 from colibri_mp.specs import AttentionSpec, QKNorm, RopeSpec, RouterSpec
 
+MOST_PREDICTORS = 16
 BuildMlp = Callable[[TensorTable, int], MoeSpec | DenseSpec]
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """The fields of config.json that every family has."""
+    """The fields of config.json that every family has. `layer_attention`: of each layer, where they are not all `attention`."""
 
     hidden: int
     num_layers: int
@@ -29,6 +30,7 @@ class DecoderConfig:
     tied: bool
     attention: AttentionSpec
     rope: RopeSpec
+    layer_attention: tuple[AttentionSpec, ...] = ()
 
 
 def read_decoder_config(
@@ -39,6 +41,8 @@ def read_decoder_config(
     clip_qkv: float | None = None,
     qkv_bias: bool = False,
     o_bias: bool = False,
+    sinks: bool = False,
+    partial_rotary: float | None = None,
     default_theta: float,
     default_eps: float,
 ) -> DecoderConfig:
@@ -49,7 +53,7 @@ def read_decoder_config(
     _refuse_remainder("num_attention_heads", num_heads, "num_key_value_heads", num_kv_heads)
     head_dim = _head_dim(config, hidden, num_heads)
     norm_eps = config.positive("rms_norm_eps", default=default_eps)
-    rope = read_rope(config, head_dim, default_theta)
+    rope = read_rope(config, head_dim, default_theta, partial_rotary)
     attention = AttentionSpec(
         hidden=hidden,
         num_heads=num_heads,
@@ -62,6 +66,7 @@ def read_decoder_config(
         scale=head_dim**-0.5,
         qkv_bias=qkv_bias,
         o_bias=o_bias,
+        sinks=sinks,
     )
     return DecoderConfig(
         hidden=hidden,
@@ -83,11 +88,54 @@ def read_router(config: ConfigReader, *, norm_topk_prob: bool) -> RouterSpec:
     return RouterSpec(num_experts, top_k, norm_topk_prob)
 
 
+def read_grouped_router(config: ConfigReader) -> RouterSpec:
+    """The fields of a noaux_tc router: sigmoid scores, a correction for the choice, groups, scaling."""
+    num_experts = config.whole("n_routed_experts", "num_local_experts", "num_experts")
+    top_k = config.whole("num_experts_per_tok")
+    if top_k > num_experts:
+        raise CheckpointError(
+            f"config.json: num_experts_per_tok = {top_k} is more than n_routed_experts = {num_experts}"
+        )
+    config.require("scoring_func", config.text("scoring_func", default="sigmoid"), "sigmoid")
+    config.require("topk_method", config.text("topk_method", default="noaux_tc"), "noaux_tc")
+    return RouterSpec(
+        num_experts,
+        top_k,
+        norm_topk_prob=config.flag("norm_topk_prob", default=True),
+        scoring="sigmoid",
+        num_groups=config.whole("n_group", default=1),
+        kept_groups=config.whole("topk_group", default=1),
+        scaling=config.positive("routed_scaling_factor", default=1.0),
+    )
+
+
+def read_layer_windows(config: ConfigReader, decoder: DecoderConfig, default_types: Sequence[str]) -> DecoderConfig:
+    """Where some layers see a `sliding_window` and others everything, as `layer_types` says."""
+    types = config.text_list("layer_types") or list(default_types)
+    if len(types) != decoder.num_layers:
+        raise CheckpointError(
+            f"config.json: layer_types names {len(types)} layers, num_hidden_layers = {decoder.num_layers}"
+        )
+    for name in types:
+        config.require("layer_types", name, "sliding_attention", "full_attention")
+    windowed = replace(decoder.attention, window=config.whole("sliding_window"))
+    specs = tuple(windowed if name == "sliding_attention" else decoder.attention for name in types)
+    return replace(decoder, layer_attention=specs)
+
+
+def leave_out_predictors(config: ConfigReader, table: TensorTable, num_layers: int) -> None:
+    """The layers that predict tokens after the next one come after the last: the model does without them."""
+    num_predictors = config.whole("num_nextn_predict_layers", "num_mtp_layers", default=0, least=0)
+    for layer in range(num_layers, num_layers + min(num_predictors, MOST_PREDICTORS)):
+        table.leave_out(f"model.layers.{layer}.")
+
+
 def build_model(model_type: str, table: TensorTable, decoder: DecoderConfig, build_mlp: BuildMlp) -> ModelSpec:
     """The whole model; `build_mlp(table, layer)` is what the family adds. Refuses tensors that nothing uses."""
     embed_shape = Shape((decoder.vocab_size, decoder.hidden), "vocab_size, hidden_size")
     embed = table.matrix("model.embed_tokens", embed_shape)
-    layers = tuple(_layer(table, i, decoder.attention, build_mlp) for i in range(decoder.num_layers))
+    specs = decoder.layer_attention or (decoder.attention,) * decoder.num_layers
+    layers = tuple(_layer(table, i, spec, build_mlp) for i, spec in enumerate(specs))
     if not any(isinstance(layer.mlp, MoeSpec) for layer in layers):
         raise CheckpointError("config.json: no layer has experts; only mixture-of-experts models are supported")
     return ModelSpec(
@@ -117,10 +165,19 @@ def build_moe(
     return MoeSpec(router, gate, find_experts(table, layer, path, dims, names))
 
 
-def build_dense(table: TensorTable, path: str, hidden: int, width: int) -> DenseSpec:
-    """The dense block `path` of width `intermediate_size`."""
-    wide = Shape((width, hidden), "intermediate_size, hidden_size")
-    narrow = Shape((hidden, width), "hidden_size, intermediate_size")
+def read_correction(table: TensorTable, path: str, router: RouterSpec) -> TensorInfo:
+    """The correction of the scores of the router in block `path`."""
+    return table.vector(
+        f"{path}.gate.e_score_correction_bias", Shape((router.num_experts,), "number of routed experts")
+    )
+
+
+def build_dense(
+    table: TensorTable, path: str, hidden: int, width: int, width_field: str = "intermediate_size"
+) -> DenseSpec:
+    """The dense block or shared expert `path`; `width_field`: what the config says of its width."""
+    wide = Shape((width, hidden), f"{width_field}, hidden_size")
+    narrow = Shape((hidden, width), f"hidden_size, {width_field}")
     return DenseSpec(
         gate=table.matrix(f"{path}.gate_proj", wide),
         up=table.matrix(f"{path}.up_proj", wide),
@@ -151,6 +208,7 @@ def _attention(table: TensorTable, layer_path: str, spec: AttentionSpec) -> Atte
         o=table.matrix(f"{path}.o_proj", o_rows),
         **_biases(table, path, spec),
         **_qk_norms(table, path, spec),
+        sinks=table.vector(f"{path}.sinks", Shape((spec.num_heads,), "num_attention_heads")) if spec.sinks else None,
     )
 
 

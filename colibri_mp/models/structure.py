@@ -4,7 +4,7 @@ Shapes: D hidden, F width, V vocabulary, E experts. Nothing here holds weights o
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from colibri_mp.checkpoint.experts import ExpertLayer
@@ -31,15 +31,13 @@ class AttentionTensors:
     o_bias: TensorInfo | None = None
     q_norm: TensorInfo | None = None
     k_norm: TensorInfo | None = None
+    sinks: TensorInfo | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class MoeSpec:
-    """A mixture-of-experts block; `gate` is the router's matrix [E, D]."""
-
-    router: RouterSpec
-    gate: StoredMatrix
-    experts: ExpertLayer
+    @property
+    def vectors(self) -> tuple[TensorInfo, ...]:
+        """All norms, biases and sinks that there are."""
+        found = (self.norm, self.q_bias, self.k_bias, self.v_bias, self.o_bias, self.q_norm, self.k_norm, self.sinks)
+        return tuple(info for info in found if info is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +54,38 @@ class DenseSpec:
         # Here, since reading a checkpoint needs no kernels.
         from colibri_mp.kernels.layout import ExpertShape
 
-        formats = (matrix.encoding.format for matrix in (self.gate, self.up, self.down))
-        return ExpertShape(self.gate.cols, self.gate.rows, *formats)
+        gate, up, down = (matrix.encoding.format for matrix in (self.gate, self.up, self.down))
+        return ExpertShape(self.gate.cols, self.gate.rows, gate, up, down)
+
+    @property
+    def matrices(self) -> Iterator[StoredMatrix]:
+        """All of it."""
+        yield from (self.gate, self.up, self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """A mixture-of-experts block; `gate` is the router's matrix [E, D], `gate_bias` [E] and `correction` [E] go with it.
+
+    `shared`: an expert that every token uses too; its weight is 1, or the sigmoid of `shared_gate` [1, D].
+    """
+
+    router: RouterSpec
+    gate: StoredMatrix
+    experts: ExpertLayer
+    gate_bias: TensorInfo | None = None
+    correction: TensorInfo | None = None
+    shared: DenseSpec | None = None
+    shared_gate: StoredMatrix | None = None
+
+    @property
+    def matrices(self) -> Iterator[StoredMatrix]:
+        """What stays in memory: everything but the routed experts."""
+        yield self.gate
+        if self.shared is not None:
+            yield from self.shared.matrices
+        if self.shared_gate is not None:
+            yield self.shared_gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +96,19 @@ class LayerSpec:
     tensors: AttentionTensors
     mlp_norm: TensorInfo
     mlp: MoeSpec | DenseSpec
+
+    @property
+    def resident_expert(self) -> DenseSpec | None:
+        """The expert that every token uses: the dense block, or the shared expert."""
+        return self.mlp.shared if isinstance(self.mlp, MoeSpec) else self.mlp
+
+    @property
+    def vectors(self) -> Iterator[TensorInfo]:
+        """Norms, biases, sinks and corrections."""
+        yield from self.tensors.vectors
+        yield self.mlp_norm
+        if isinstance(self.mlp, MoeSpec):
+            yield from (info for info in (self.mlp.gate_bias, self.mlp.correction) if info is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +137,13 @@ class ModelSpec:
         return next(layer.mlp.router for layer in self.layers if isinstance(layer.mlp, MoeSpec))
 
     @property
+    def attention(self) -> AttentionSpec:
+        """The attention of all layers, with the widest of their windows: families let them differ in nothing else."""
+        windows = [layer.attention.window for layer in self.layers]
+        widest = None if None in windows else max(window for window in windows if window is not None)
+        return replace(self.layers[0].attention, window=widest)
+
+    @property
     def expert_layers(self) -> tuple[ExpertLayer, ...]:
         """The routed experts of each mixture-of-experts layer, in order of the layers."""
         return tuple(layer.mlp.experts for layer in self.layers if isinstance(layer.mlp, MoeSpec))
@@ -112,7 +160,10 @@ class ModelSpec:
             yield self.head
         for layer in self.layers:
             yield from (layer.tensors.q, layer.tensors.k, layer.tensors.v, layer.tensors.o)
-            if isinstance(layer.mlp, MoeSpec):
-                yield layer.mlp.gate
-            else:
-                yield from (layer.mlp.gate, layer.mlp.up, layer.mlp.down)
+            yield from layer.mlp.matrices
+
+    def resident_vectors(self) -> Iterator[TensorInfo]:
+        """Every norm, bias, sink and correction: kept as float32."""
+        yield self.final_norm
+        for layer in self.layers:
+            yield from layer.vectors

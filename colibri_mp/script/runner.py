@@ -110,6 +110,8 @@ class Runner:
             return
         self._next_start_s = float("inf")  # until something ends, or a delay is over
         for play in list(self._waiting):
+            if self._num_playing >= self._concurrency:
+                return  # until one of these ends
             awaited = list(self._awaited(play.session, play.repeat))
             if failed := [other for other in awaited if other.state in ("failed", "stopped")]:
                 self._waiting.remove(play)
@@ -119,7 +121,7 @@ class Runner:
                 start_s = max((self._ended_s[other] for other in awaited), default=self._start_s) + play.session.delay_s
                 if start_s > now:
                     self._next_start_s = min(self._next_start_s, start_s)
-                elif self._num_playing < self._concurrency:
+                else:
                     self._waiting.remove(play)
                     self._num_playing += 1
                     self._go_on(play)

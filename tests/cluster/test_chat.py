@@ -21,6 +21,7 @@ from colibri_mp.chat import Chat
 from colibri_mp.chat.conversation import Conversation
 from colibri_mp.chat.lines import PipedLines
 from colibri_mp.errors import ConfigError
+from colibri_mp.messages import Failed, Finished
 
 COMMAND = [sys.executable, "-m", "colibri_mp"]
 TALK = [*COMMAND, "chat", "--name", "talk", "--temp", "0", "--max-tokens", "16"]
@@ -248,6 +249,25 @@ def test_a_full_context(cluster: Cluster) -> None:
     code, _, remarks = talk(cluster, "Define: river\n", max_tokens=None, ignore_eos=True)
     assert code == 0
     assert "[the context is full: /undo or /reset makes room, or start again with a larger --ctx]" in remarks
+
+
+def test_a_failure_of_the_cluster_ends_one_answer() -> None:
+    """An expert that cannot be read fails the answer; the conversation is still there, and the question can be asked again."""
+
+    class Failing:
+        def __init__(self) -> None:
+            self.events = [Failed(1, "read", "layer 3: cannot be read"), Finished(2, "stop", "Yes.", {})]
+
+        def submit(self, prompt: Any, **options: Any) -> int:
+            return self.events[0].request_id
+
+        def next_event(self, timeout_s: float | None, wake_fd: int | None) -> tuple[int, Failed | Finished]:
+            event = self.events.pop(0)
+            return event.request_id, event
+
+    code, out, remarks = talk(Failing(), "Really?\n/retry\n")  # type: ignore[arg-type]
+    assert (code, out) == (1, "Yes.\n")
+    assert "[layer 3: cannot be read; /retry asks again]" in remarks
 
 
 # -- terminals ---------------------------------------------------------------------------------------------------------

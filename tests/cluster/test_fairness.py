@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -75,33 +75,48 @@ def test_what_can_never_fit_is_refused_with_the_number(cluster: Cluster) -> None
         cluster.generate([1] * 513)
 
 
-def test_cancels_in_the_middle_of_steps_do_not_change_others(cluster: Cluster) -> None:
-    """While another client starts and cancels long prompts without end, logits are to the bit what they are alone."""
+def start_and_cancel(client: Cluster, first: int) -> None:
+    """A long prompt that nobody wants any more when a part of it has been computed."""
+    request = client.submit([first, *LONG[:300]], max_tokens=1, progress=True, **GREEDY)
+    assert client.next_event() is not None
+    client.cancel(request)
+    while client.next_event() is not None:
+        pass
+
+
+def ask_shortly(client: Cluster, first: int) -> None:
+    """A prompt short enough to be computed in the middle of a step."""
+    client.generate([first, 3], max_tokens=1, **GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("disturb", "counter", "enough"), [(start_and_cancel, "dropped_rows", 100), (ask_shortly, "joined_requests", 10)]
+)
+def test_what_happens_in_the_middle_of_steps_does_not_change_others(
+    cluster: Cluster, disturb: Callable[[Cluster, int], None], counter: str, enough: int
+) -> None:
+    """While another client cancels long prompts or brings short ones without end, logits are to the bit what they are alone."""
     prompt = LONG[100:220]
-    alone = cluster.logits(prompt, chunk=3)
+    alone = cluster.logits(prompt)
     ended = threading.Event()
 
-    def disturb() -> None:
+    def go_on() -> None:
         with Cluster.attach("fair") as other:
             for first in itertools.cycle(range(1, 250)):
                 if ended.is_set():
                     return
-                request = other.submit([first, *LONG[:300]], max_tokens=1, progress=True, **GREEDY)
-                assert other.next_event() is not None
-                other.cancel(request)
-                while other.next_event() is not None:
-                    pass
+                disturb(other, first)
 
-    disturber = threading.Thread(target=disturb)
+    disturber = threading.Thread(target=go_on)
     disturber.start()
     try:
-        for _ in range(200):
-            np.testing.assert_array_equal(cluster.logits(prompt, chunk=3), alone)
-            if cluster.stats()["progress"]["dropped_rows"] > 100:
+        for _ in range(300):
+            np.testing.assert_array_equal(cluster.logits(prompt), alone)
+            if cluster.stats()["progress"][counter] > enough:
                 break
     finally:
         ended.set()
         disturber.join()
     stats = cluster.stats()
-    assert stats["progress"]["dropped_rows"] > 0
+    assert stats["progress"][counter] > 0
     assert stats["requests"]["kv_blocks_free"] == stats["requests"]["kv_blocks"]

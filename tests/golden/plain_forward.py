@@ -4,13 +4,16 @@ Slow and short. It shows that the checkpoint reader and the families are right b
 when a kernel is wrong. T tokens, D hidden, E experts, F width.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from colibri_mp.checkpoint import Checkpoint, ExpertLayer, StoredMatrix, TensorInfo
 from colibri_mp.checkpoint.source import to_float32
 from colibri_mp.formats import Encoding
-from colibri_mp.models import DenseSpec, LayerSpec, ModelSpec, MoeSpec, load_model
+from colibri_mp.models import DenseSpec, LayerSpec, ModelSpec, MoeSpec, RopeSpec, load_model
+from colibri_mp.specs import ClampedSwiGLU
 
 Floats = NDArray[np.float64]
 Bytes = NDArray[np.uint8]
@@ -46,8 +49,34 @@ def softmax(x: Floats) -> Floats:
     return exponentials / exponentials.sum(axis=-1, keepdims=True)
 
 
+def sigmoid(x: Floats) -> Floats:
+    """1 / (1 + e^-x)."""
+    return 1 / (1 + np.exp(-x))
+
+
+def frequencies(rope: RopeSpec) -> Floats:
+    """Radians a position of each pair, default or yarn: slow pairs are interpolated, fast ones kept, those between mixed."""
+    dim = rope.rotary_dim
+    pairs = np.arange(dim // 2)
+    kept = rope.theta ** (-2 * pairs / dim)
+    if rope.rope_type == "default":
+        return kept
+    assert rope.rope_type == "yarn"
+    low, high = (
+        dim * np.log(rope.original_max_position / (2 * np.pi * turns)) / (2 * np.log(rope.theta))
+        for turns in (rope.beta_fast, rope.beta_slow)
+    )
+    if rope.truncate:
+        low, high = np.floor(low), np.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = np.clip((pairs - low) / (high - low), 0, 1)
+    return kept / rope.factor * ramp + kept * (1 - ramp)
+
+
 class PlainModel:
-    """A checkpoint that can be run on one sequence from its first token."""
+    """A checkpoint that can be run on one sequence from its first token. Methods are small: tests put mistakes into them."""
+
+    refused = -np.inf
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -66,6 +95,10 @@ class PlainModel:
         """The values of a matrix."""
         return dequantise(stored.encoding, stored.rows, stored.cols, self.checkpoint.read_parts(stored))
 
+    def vector(self, info: TensorInfo | None) -> Floats:
+        """The values of a bias or correction; 0 if there is none."""
+        return np.zeros(1) if info is None else self.checkpoint.read_vector(info).astype(float)
+
     def norm(self, x: Floats, weight: TensorInfo | None) -> Floats:
         """RMS norm over the last axis."""
         assert weight is not None
@@ -76,19 +109,19 @@ class PlainModel:
         )
 
     def rotate(self, heads: Floats) -> Floats:
-        """Rotary embedding of [T, heads, head_dim] at positions 0, 1, ... (the default type)."""
-        dim = self.model.rope.rotary_dim
-        frequencies = self.model.rope.theta ** (-np.arange(0, dim, 2) / dim)
-        angles = np.arange(len(heads))[:, None, None] * frequencies
-        first, second = heads[..., : dim // 2], heads[..., dim // 2 :]
-        turned = (first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles))
-        return np.concatenate(turned, axis=-1)
+        """Rotary embedding of [T, heads, head_dim] at positions 0, 1, ...; what is beyond the rotary width stays."""
+        half = self.model.rope.rotary_dim // 2
+        angles = np.arange(len(heads))[:, None, None] * frequencies(self.model.rope)
+        cos, sin = (self.model.rope.attention_scaling * turned for turned in (np.cos(angles), np.sin(angles)))
+        first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
     def attention(self, layer: LayerSpec, x: Floats) -> Floats:
         """The attention block's addend to x [T, D]."""
         spec, tensors = layer.attention, layer.tensors
         x = self.norm(x, tensors.norm)
-        q, k, v = (x @ self.matrix(stored).T for stored in (tensors.q, tensors.k, tensors.v))
+        projections = ((tensors.q, tensors.q_bias), (tensors.k, tensors.k_bias), (tensors.v, tensors.v_bias))
+        q, k, v = (x @ self.matrix(stored).T + self.vector(bias) for stored, bias in projections)
         if spec.qk_norm == "full":
             q, k = self.norm(q, tensors.q_norm), self.norm(k, tensors.k_norm)
         q, k, v = (projected.reshape(len(x), -1, spec.head_dim) for projected in (q, k, v))
@@ -98,24 +131,63 @@ class PlainModel:
         scores = np.einsum("thd,shd->hts", self.rotate(q), k) * spec.scale
         distance = np.arange(len(x))[:, None] - np.arange(len(x))
         scores[:, (distance < 0) | (distance >= (spec.window or len(x)))] = -np.inf
-        mixed = np.einsum("hts,shd->thd", softmax(scores), v)
-        return mixed.reshape(len(x), -1) @ self.matrix(tensors.o).T
+        mixed = np.einsum("hts,shd->thd", self.attention_weights(scores, tensors.sinks), v)
+        return mixed.reshape(len(x), -1) @ self.matrix(tensors.o).T + self.vector(tensors.o_bias)
+
+    def attention_weights(self, scores: Floats, sinks: TensorInfo | None) -> Floats:
+        """Softmax of the scores [heads, T, S]; a head's sink takes part in it and is dropped."""
+        if sinks is None:
+            return softmax(scores)
+        column = np.broadcast_to(self.vector(sinks)[:, None, None], (*scores.shape[:2], 1))
+        return softmax(np.concatenate([scores, column], axis=-1))[..., :-1]
 
     def moe(self, spec: MoeSpec, x: Floats) -> Floats:
         """The sum of each token's chosen experts."""
-        probabilities = softmax(x @ self.matrix(spec.gate).T)
-        chosen = np.argsort(-probabilities, axis=1, kind="stable")[:, : spec.router.top_k]
-        weights = np.zeros_like(probabilities)
-        np.put_along_axis(weights, chosen, np.take_along_axis(probabilities, chosen, axis=1), axis=1)
+        logits = x @ self.matrix(spec.gate).T + self.vector(spec.gate_bias)
+        scores = softmax(logits) if spec.router.scoring == "softmax" else sigmoid(logits)
+        choice = self.choice(spec, scores)
+        chosen = np.argsort(-choice, axis=1, kind="stable")[:, : spec.router.top_k]
+        weights = np.zeros_like(scores)
+        np.put_along_axis(weights, chosen, np.take_along_axis(self.weights(scores, choice), chosen, axis=1), axis=1)
         if spec.router.norm_topk_prob:
             weights /= weights.sum(axis=1, keepdims=True)
+        weights *= self.scaling(spec)
         experts = (self.expert(spec.experts, expert) for expert in range(spec.router.num_experts))
-        return sum((weights[:, [e]] * swiglu(x, *matrices) for e, matrices in enumerate(experts)), np.zeros_like(x))
+        routed = sum((weights[:, [e]] * self.swiglu(x, *parts) for e, parts in enumerate(experts)), np.zeros_like(x))
+        return routed + self.shared(spec, x)
 
-    def expert(self, layer: ExpertLayer, expert: int) -> tuple[Floats, Floats, Floats]:
-        """gate, up [F, D] and down [D, F] of one expert."""
+    def choice(self, spec: MoeSpec, scores: Floats) -> Floats:
+        """What experts are chosen by: corrected scores, and `refused` in groups that are not among the best."""
+        choice = scores + self.vector(spec.correction)
+        groups = choice.reshape(len(choice), spec.router.num_groups, -1)
+        if spec.router.kept_groups < spec.router.num_groups:
+            best = np.sort(groups, axis=-1)[..., -2:].sum(axis=-1)
+            least = np.sort(best, axis=-1)[:, -spec.router.kept_groups, None]
+            groups = np.where((best >= least)[..., None], groups, self.refused)
+        return groups.reshape(choice.shape)
+
+    def weights(self, scores: Floats, choice: Floats) -> Floats:
+        """What an expert's weight is made from."""
+        del choice
+        return scores
+
+    def scaling(self, spec: MoeSpec) -> float:
+        """The factor of the weights of routed experts."""
+        return spec.router.scaling
+
+    def shared(self, spec: MoeSpec, x: Floats) -> Floats:
+        """The shared expert, or 0."""
+        if spec.shared is None:
+            return np.zeros_like(x)
+        share = 1.0 if spec.shared_gate is None else sigmoid(x @ self.matrix(spec.shared_gate).T)
+        return share * self.dense(spec.shared, x)
+
+    def expert(self, layer: ExpertLayer, expert: int) -> tuple[Any, ...]:
+        """gate, up [F, D] and down [D, F] of one expert; if it has them, their biases; the activation."""
         places = zip(layer.file_idx[expert], layer.offset[expert], layer.piece_bytes, strict=True)
         pieces = [self.checkpoint.read(int(file_idx), int(offset), int(nbytes)) for file_idx, offset, nbytes in places]
+        if layer.arrangement != "separate":
+            return (*self.gpt_oss_expert(layer, pieces), layer.clamp)
         num_gate, num_up = len(layer.gate.parts), len(layer.up.parts)
         return (
             dequantise(layer.gate, layer.width, layer.hidden, pieces[:num_gate]),
@@ -123,12 +195,38 @@ class PlainModel:
             dequantise(layer.down, layer.hidden, layer.width, pieces[num_gate + num_up :]),
         )
 
+    def gpt_oss_expert(self, layer: ExpertLayer, pieces: list[Bytes]) -> tuple[Floats, ...]:
+        """gate, up, down and their biases: gate and up take turns, by rows in MXFP4, by columns of [in, out] in bf16."""
+        *matrices, both_bias, down_bias = pieces
+        wide = 2 * layer.width
+        if layer.arrangement == "interleaved":
+            both, down = (
+                self.mxfp4(wide, layer.hidden, matrices[:2]),
+                self.mxfp4(layer.hidden, layer.width, matrices[2:]),
+            )
+        else:
+            both = dequantise(layer.gate, layer.hidden, wide, matrices[:1]).T
+            down = dequantise(layer.down, layer.width, layer.hidden, matrices[1:]).T
+        bias, down_bias = (to_float32(part, layer.bias.upper()).astype(float) for part in (both_bias, down_bias))
+        return both[0::2], both[1::2], down, bias[0::2], bias[1::2], down_bias
+
+    def mxfp4(self, rows: int, cols: int, parts: list[Bytes]) -> Floats:
+        """Codes low nibble first, a power of two for each 32 of them."""
+        return dequantise(Encoding("mxfp4", 4, 32, "u8"), rows, cols, parts)
+
     def dense(self, spec: DenseSpec, x: Floats) -> Floats:
         """A dense block."""
-        return swiglu(x, self.matrix(spec.gate), self.matrix(spec.up), self.matrix(spec.down))
+        return self.swiglu(x, self.matrix(spec.gate), self.matrix(spec.up), self.matrix(spec.down))
 
+    def swiglu(self, x: Floats, gate: Floats, up: Floats, down: Floats, *more: Any) -> Floats:
+        """down(silu(gate x) * up x) of x [T, D]; with biases and a clamp, gpt_oss's."""
+        if more:
+            gate_bias, up_bias, down_bias, clamp = more
+            return self.clamped(x @ gate.T + gate_bias, x @ up.T + up_bias, clamp) @ down.T + down_bias
+        gated = x @ gate.T
+        return (gated * sigmoid(gated) * (x @ up.T)) @ down.T
 
-def swiglu(x: Floats, gate: Floats, up: Floats, down: Floats) -> Floats:
-    """down(silu(gate x) * up x) of x [T, D]."""
-    gated = x @ gate.T
-    return (gated / (1 + np.exp(-gated)) * (x @ up.T)) @ down.T
+    def clamped(self, gate: Floats, up: Floats, clamp: ClampedSwiGLU) -> Floats:
+        """(up + 1) * gate * sigmoid(alpha * gate), gate clamped from above and up from both sides."""
+        gate, up = np.minimum(gate, clamp.limit), np.clip(up, -clamp.limit, clamp.limit)
+        return (up + 1) * gate * sigmoid(clamp.alpha * gate)

@@ -64,6 +64,8 @@ def random_weights(rng: np.random.Generator, spec: AttentionSpec, encodings: dic
         per_head = spec.qk_norm == "head"
         optional["q_norm"] = vector(spec.head_dim if per_head else spec.q_width, 1.0)
         optional["k_norm"] = vector(spec.head_dim if per_head else spec.kv_width, 1.0)
+    if spec.sinks:
+        optional["sinks"] = vector(spec.num_heads, 1.0)
     matrices = {name: random_matrix(rng, encodings[name], *shapes[name]) for name in shapes}
     return AttentionWeights(norm=vector(spec.hidden, 1.0), **matrices, **optional)
 

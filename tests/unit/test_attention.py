@@ -1,5 +1,7 @@
 """The compiled attention block against plain numpy."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from attention_cases import BF16, F32, MAX_CONTEXT, MAX_TOKENS, Q4, Q8, Block, batch_of, make_block, run_chunked
@@ -17,6 +19,8 @@ BLOCKS: dict[str, dict[str, object]] = {
     "window, odd head_dim": {"head_dim": 24, "window": 8},
     "norm of the projection, clip": {"qk_norm": "full", "clip_qkv": 0.5, "num_kv_heads": 4},
     "norm of heads, biases": {"qk_norm": "head", "head_dim": 32, "qkv_bias": True, "o_bias": True},
+    "sinks": {"sinks": True, "o_bias": True, "qkv_bias": True},
+    "sinks and window, one head": {"sinks": True, "window": 5, "num_heads": 1, "num_kv_heads": 1},
     "mixed formats, partial rotary": {"encodings": {"q": Q4, "k": BF16, "v": Q8, "o": Q4}, "rotary_dim": 8},
     "rows that fill no block": {"hidden": 96, "num_heads": 3, "num_kv_heads": 1, "head_dim": 10, "encodings": dict.fromkeys("qkvo", F32)},
 }  # fmt: skip
@@ -41,8 +45,8 @@ def test_attention_equals_the_reference(name: str) -> None:
 
 def test_long_context_equals_the_reference() -> None:
     """Rows that see several splits of the context are merged correctly, with and without a window."""
-    for window in (None, 600):
-        block = make_block(window=window)
+    for window, sinks in ((None, False), (600, True)):
+        block = make_block(window=window, sinks=sinks)
         kv, table = block.cache(1088), np.random.default_rng(1).permutation(68)
         past = block.rng.standard_normal((2, 1080, 2, 16)).astype(np.float32)
         kv.write(1, table, 0, *past)
@@ -53,6 +57,39 @@ def test_long_context_equals_the_reference() -> None:
         with ThreadTeam(2) as team:
             block.stage(team)(x, block.weights, kv, 1, batch)
         assert np.allclose(x, want, rtol=0, atol=1e-5)
+
+
+def test_a_layer_may_have_a_narrower_window() -> None:
+    """Weights with a window of their own see less; those without see all; the stage is the same."""
+    block, x = make_block(), make_block().rows(40)
+    narrow = replace(block, weights=replace(block.weights, window=3))
+    with ThreadTeam(2) as team:
+        stage = block.stage(team)
+        seen = [run_chunked(stage, which, x, MAX_TOKENS) for which in (block, narrow, block)]
+    assert np.allclose(seen[1], expected(narrow, x), rtol=0, atol=2e-5)
+    assert not np.allclose(seen[1][10:], seen[0][10:], rtol=0, atol=1e-3)
+    np.testing.assert_array_equal(seen[0], seen[2])
+    windowed = make_block(window=3)
+    assert np.allclose(seen[1], expected(windowed, x), rtol=0, atol=2e-5)
+
+
+def test_blocks_beyond_the_window_are_not_read() -> None:
+    """What lies more than a window back, in blocks of its own, may be anything: here it is not even a number."""
+    block = make_block(sinks=True)
+    narrow = replace(block, weights=replace(block.weights, window=20))
+    kv, table = narrow.cache(112), np.arange(7)
+    past = block.rng.standard_normal((2, 100, 2, 16)).astype(np.float32)
+    kv.write(1, table, 0, *past)
+    x, batch = block.rows(1), batch_of([(100, 0)], table[None, :])
+    seen = []
+    with ThreadTeam(2) as team:
+        stage = narrow.stage(team)
+        for hidden in (0.0, np.nan):
+            kv.tiles[1, :5] = hidden  # positions 0 to 79: the window begins at 81
+            seen.append(x.copy())
+            stage(seen[-1], narrow.weights, kv, 1, batch)
+    assert np.isfinite(seen[0]).all()
+    np.testing.assert_array_equal(seen[0], seen[1])
 
 
 def test_keys_and_values_are_stored_first() -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ class Counting:
     max_context = 40
     vocab_size = VOCAB
     max_logit_rows = 6
+    can_be_joined = True
 
     def __init__(self) -> None:
         self.steps: list[list[int]] = []
@@ -441,6 +442,53 @@ def test_a_request_that_comes_between_two_layers_is_in_the_next_step() -> None:
     bench.run()
     assert bench.model.steps[:2] == [[2], [3]]
     assert bench.tokens() == [33, 34, 35, 36, 37]
+
+
+def test_a_short_request_is_computed_in_the_middle_of_a_long_step() -> None:
+    """It has its first token before the long step ends, once a step; whoever comes later is in the next one."""
+    bench = Bench(num_blocks=80, max_rows=16)
+    engine = bench.engine
+    engine.submit(b"a", ask(list(range(1, 17))))
+    found = []
+    moments: Iterator[Callable[[], None]] = iter(
+        [
+            lambda: engine.submit(b"b", ask([30, 31], max_tokens=2)),
+            lambda: engine.submit(b"c", ask([40])),
+            lambda: found.append((bench.tokens(b"b"), bench.tokens(b"c"))),
+            lambda: engine.cancel(b"b", 1),
+        ]
+    )
+
+    def listen() -> None:
+        next(moments)()
+
+    engine.step(listen)
+    assert found == [([32], [])]
+    assert bench.model.steps == [[16], [2]]
+    bench.run()
+    assert (bench.tokens(b"a"), bench.tokens(b"b")) == ([17, 18, 19, 20, 21], [32])
+    assert bench.tokens(b"c") == [41, 42, 43, 44, 45]
+
+
+@pytest.mark.parametrize("error", [ReadError("disk on fire"), WorkerDied("worker 0")])
+def test_an_error_in_the_middle_of_a_step(error: Exception) -> None:
+    """What fails for a newcomer is its own affair, but for the death of a worker."""
+    bench = Bench(num_blocks=80, max_rows=16)
+    bench.engine.submit(b"a", ask(list(range(1, 17))))
+
+    def come() -> None:
+        bench.engine.submit(b"b", ask([30]))
+        bench.model.error = error
+
+    if isinstance(error, WorkerDied):
+        with pytest.raises(WorkerDied):
+            bench.engine.step(At(1, come))
+        return
+    bench.engine.step(At(1, come))
+    bench.model.error = None
+    assert isinstance(bench.last(b"b"), Failed)
+    bench.run()
+    assert len(bench.tokens(b"a")) == 5
 
 
 def test_a_full_queue_refuses_with_the_numbers() -> None:

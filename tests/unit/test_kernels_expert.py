@@ -1,5 +1,7 @@
 """The expert stage: against numpy, and the same bits whatever the batch, the order of arrival and the number of threads."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from kernel_cases import BF16, EXPERT_ENCODINGS, F32, Experts, affine
@@ -8,7 +10,9 @@ from colibri_mp.formats import Encoding
 from colibri_mp.kernels import expert, reference
 from colibri_mp.kernels.expert import ExpertStage, scratch_bytes
 from colibri_mp.kernels.layout import ExpertShape
-from colibri_mp.kernels.team import ThreadTeam
+from colibri_mp.kernels.resident_expert import ResidentExpert
+from colibri_mp.kernels.team import ThreadTeam, aligned_bytes
+from colibri_mp.specs import ClampedSwiGLU
 
 Q4, Q8 = affine(4, 64, "bf16"), affine(8, 64, "bf16")
 CASES = (
@@ -61,6 +65,49 @@ def test_dense_block_is_one_expert_with_weight_one() -> None:
         out = experts.step(stage, (x, np.zeros((5, 1), np.int32), np.ones((5, 1), np.float32)), experts.ids)
     expected = reference.expert(x, *experts.matrices[0])
     assert np.abs(out - expected).max() < 1e-6 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("encoding", [Q4, BF16], ids=["q4", "bf16"])
+@pytest.mark.parametrize("clamp", [None, ClampedSwiGLU(0.5)], ids=["silu", "clamped"])
+def test_biases_and_clamped_activation(encoding: Encoding, clamp: ClampedSwiGLU | None) -> None:
+    """Biases in the slab after the matrices and the other activation, whole and in parts, as in plain numpy."""
+    plain = Experts((encoding,) * 3, 64, 192, num_experts=4)
+    shape = replace(plain.shape, has_bias=True, clamp=clamp)
+    rng, slabs, matrices = np.random.default_rng(3), aligned_bytes(4 * shape.slab_bytes).reshape(4, -1), []
+    for slab, before, values in zip(slabs, plain.slabs, plain.matrices, strict=True):
+        biases = tuple(rng.standard_normal(size).astype(np.float32) for size in (192, 192, 64))
+        slab[: plain.shape.nbytes] = before[: plain.shape.nbytes]
+        for offset, bias in zip(shape.bias_offsets, biases, strict=True):
+            slab[offset : offset + bias.nbytes] = bias.view(np.uint8)
+        matrices.append((*values, biases))
+    x, ids, weights = plain.batch(9, 2)
+    addresses = np.array([slab.ctypes.data for slab in slabs], np.int64)
+    out, parts = np.empty_like(x), np.empty_like(x)
+    with ThreadTeam(2) as team:
+        stage = ExpertStage(team, shape, 4, 9, 2)
+        stage.run(x, ids, weights, plain.ids, addresses, out)
+        stage.begin(x, ids, weights)
+        for expert in (2, 0, 3, 1):
+            stage.compute(plain.ids[expert : expert + 1], addresses[expert : expert + 1])
+        stage.finish(parts)
+    want = reference.experts(x, ids, weights, matrices, clamp)
+    assert np.abs(out - want).max() < 2e-6 * np.abs(want).max()
+    np.testing.assert_array_equal(out, parts)
+
+
+@pytest.mark.parametrize("width", [64, 72])
+def test_resident_expert(width: int) -> None:
+    """The expert of every token, times the sigmoid of its gate if there is one; a row alone has the same bits."""
+    experts = Experts((BF16,) * 3, width, 64, num_experts=1)
+    (x, _, _), gate = experts.batch(7, 1), np.random.default_rng(5).standard_normal(width).astype(np.float32)
+    with ThreadTeam(2) as team:
+        stage = ResidentExpert(team, experts.shape, 8)
+        plain, gated = stage(x, experts.slabs[0]), stage(x, experts.slabs[0], gate)
+        alone = np.concatenate([stage(x[t : t + 1], experts.slabs[0], gate) for t in range(7)])
+    want = reference.expert(x, *experts.matrices[0])
+    assert np.abs(plain - want).max() < 2e-6 * np.abs(want).max()
+    assert np.abs(gated - want / (1 + np.exp(-(x @ gate)))[:, None]).max() < 2e-6 * np.abs(want).max()
+    np.testing.assert_array_equal(alone, gated)
 
 
 def test_experts_that_nobody_chose_change_nothing() -> None:

@@ -25,6 +25,7 @@ class Listener(event.Listener):
 event.register("numba:run_pass", Listener())
 from colibri_mp.kernels import layout
 from colibri_mp.kernels.expert import ExpertStage
+from colibri_mp.kernels.resident_expert import ResidentExpert
 from colibri_mp.kernels.team import ThreadTeam
 experts = kernel_cases.Experts((encoding,) * 3, 64, 128)
 batch = experts.batch(70, 2)
@@ -32,6 +33,7 @@ experts.ids.flags.writeable = False
 for array in batch:
     array.flags.writeable = False
 with ThreadTeam(2) as team:
+    ResidentExpert(team, experts.shape, 70)(batch[0], experts.slabs[0], batch[0][0])
     experts.step(ExpertStage(team, experts.shape, len(experts.ids), 70, 2), batch, experts.ids)
 matrix, _ = kernel_cases.random_matrix(np.random.default_rng(1), encoding, 40, 128)
 layout.gather_rows(matrix, experts.ids)

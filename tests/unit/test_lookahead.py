@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from attention_cases import F32, random_matrix
 
+from colibri_mp.kernels.router import RouterWeights
 from colibri_mp.kernels.team import ThreadTeam
 from colibri_mp.lookahead import MOST_ROWS, Lookahead, Trial
 from colibri_mp.models.structure import ModelSpec
@@ -32,7 +33,7 @@ def layers(dense: int | None = None) -> list[ResidentLayer]:
     gates = [random_matrix(rng, F32, NUM_EXPERTS, HIDDEN) for _ in range(NUM_LAYERS)]
     unused: Any = None
     return [
-        ResidentLayer(unused, unused, norm, None if idx == dense else gate, None)
+        ResidentLayer(unused, unused, norm, None if idx == dense else RouterWeights(gate), None, None)
         for idx, (norm, gate) in enumerate(zip(norms, gates, strict=True))
     ]
 
@@ -61,9 +62,11 @@ def make(sent: list[tuple[int, int, list[int]]], width: int = 0, distance: int =
 def expected(target: int, norm_of: int, x: np.ndarray, width: int) -> list[int]:
     """The experts of the largest logits, in plain numpy; for one row."""
     parts = layers()
-    gate = parts[target].gate
-    assert gate is not None
-    values = gate.data.view(np.float32).reshape(1, HIDDEN, 16).transpose(0, 2, 1).reshape(16, HIDDEN)[:NUM_EXPERTS]
+    router = parts[target].router
+    assert router is not None
+    values = (
+        router.gate.data.view(np.float32).reshape(1, HIDDEN, 16).transpose(0, 2, 1).reshape(16, HIDDEN)[:NUM_EXPERTS]
+    )
     normed = x[0] / np.sqrt((x[0] ** 2).mean() + 1e-6) * parts[norm_of].mlp_norm
     order: list[int] = np.argsort(-(values @ normed)).tolist()
     return order[:width]

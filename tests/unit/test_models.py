@@ -48,7 +48,7 @@ def test_every_fixture_loads(folder: Path) -> None:
     model = load_model(checkpoint)
     stored = sum(matrix.stored_bytes for matrix in model.resident_matrices())
     stored += sum(layer.stored_bytes * layer.num_experts for layer in model.expert_layers)
-    small = sum(info.nbytes for info in checkpoint.tensors.values() if len(info.shape) == 1)
+    small = sum(info.nbytes for info in model.resident_vectors())
     assert stored + small == sum(info.nbytes for info in checkpoint.tensors.values())
     assert pickle.loads(pickle.dumps(model)).rope == model.rope
 
@@ -101,6 +101,61 @@ def test_mixtral_window_and_tied_head() -> None:
     assert model.tied
     assert model.head is model.embed
     assert not load(fixture("mixtral")).tied
+
+
+def test_glm4_moe() -> None:
+    """Biases of q, k and v alone, half of a head turns, dense layers first, corrected router, a shared expert without a gate."""
+    model = load(fixture("glm4_moe"))
+    spec = AttentionSpec(64, 4, 2, 16, scale=0.25, norm_eps=1e-5, qk_norm="head", qkv_bias=True)
+    assert {layer.attention for layer in model.layers} == {spec}
+    assert model.rope == RopeSpec(1e6, 8)
+    router = RouterSpec(8, 2, True, scoring="sigmoid", scaling=2.5)
+    assert routers(model) == [None, router, router, router]
+    groups = load(fixture("glm4_moe_groups"))
+    router = RouterSpec(16, 4, True, scoring="sigmoid", num_groups=4, kept_groups=2, scaling=1.5)
+    assert routers(groups) == [None, None, router, router]
+    moe = groups.layers[3].mlp
+    assert isinstance(moe, MoeSpec)
+    assert moe.correction is not None
+    assert moe.shared is not None
+    assert (moe.shared.gate.rows, moe.shared_gate) == (64, None)
+
+
+def test_layers_that_predict_are_left_out(tmp_path: Path) -> None:
+    """num_nextn_predict_layers says how many layers after the last one are not missed; without it they are an error."""
+    folder = copy_of("glm4_moe", tmp_path)
+    edit_tensors(folder, add("BF16", (64,), "model.layers.4.enorm.weight", "model.layers.4.input_layernorm.weight"))
+    with pytest.raises(CheckpointError, match="the files have a layer 4"):
+        load(folder)
+    edit_json(folder / "config.json", lambda config: config.update(num_nextn_predict_layers=1))
+    assert len(load(folder).layers) == 4
+
+
+@pytest.mark.parametrize("share", [0.2, 1.5, 0.0])
+def test_impossible_share_of_a_head(tmp_path: Path, share: float) -> None:
+    """The turning part of a head is an even number of elements, at least two and at most all."""
+    with pytest.raises(CheckpointError, match="partial_rotary_factor"):
+        load(with_config("glm4_moe", tmp_path, partial_rotary_factor=share))
+
+
+def test_qwen2_moe() -> None:
+    """Biases of q, k and v, a window in the layers that the reference gives one, a shared expert with a gate."""
+    model = load(fixture("qwen2_moe"))
+    assert [layer.attention.window for layer in model.layers] == [8, None, None, None]
+    assert model.attention == AttentionSpec(64, 4, 2, 16, scale=0.25, norm_eps=1e-3, qkv_bias=True)
+    assert routers(model) == [RouterSpec(8, 2, False), None, RouterSpec(8, 2, False), RouterSpec(8, 2, False)]
+    moe = model.layers[2].mlp
+    assert isinstance(moe, MoeSpec)
+    assert moe.shared is not None
+    assert moe.shared_gate is not None
+    assert (moe.shared.gate.rows, moe.shared_gate.rows, moe.shared_gate.cols) == (48, 1, 64)
+
+
+def test_layer_types(tmp_path: Path) -> None:
+    """One name a layer, of those that are known."""
+    for types, message in ((["full_attention"], "names 1 layers"), (["chunked_attention"] * 4, "chunked_attention")):
+        with pytest.raises(CheckpointError, match=message):
+            load(with_config("qwen2_moe", tmp_path / message.replace(" ", ""), layer_types=types))
 
 
 def test_sparse_step(tmp_path: Path) -> None:

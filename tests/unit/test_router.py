@@ -1,6 +1,7 @@
 """The compiled router and head against plain numpy, and their exactness."""
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from colibri_mp.kernels import reference_attention as reference
 from colibri_mp.kernels.block import BlockStage
 from colibri_mp.kernels.head import HeadStage
 from colibri_mp.kernels.norm import rms_norm
-from colibri_mp.kernels.router import RouterStage
+from colibri_mp.kernels.router import RouterStage, RouterWeights
 from colibri_mp.kernels.team import ThreadTeam
 from colibri_mp.specs import RouterSpec
 
@@ -35,13 +36,70 @@ def test_router_equals_the_reference(num_experts: int, top_k: int, encoding: Enc
     spec = RouterSpec(num_experts, top_k, renormalise)
     with ThreadTeam(2) as team:
         stage = RouterStage(team, spec, HIDDEN, 1e-6, TOKENS)
-        h, ids, weights = stage(x, norm, gate)
-    want_h, want_ids, want_weights = reference.route(x, norm, gate, spec, 1e-6)
+        h, ids, weights = stage(x, norm, RouterWeights(gate))
+    want_h, want_ids, want_weights = reference.route(x, norm, RouterWeights(gate), spec, 1e-6)
     assert np.allclose(h, want_h, rtol=0, atol=2e-6)
     assert np.array_equal(ids, want_ids)
     assert (np.diff(ids, axis=1) > 0).all()
     assert np.allclose(weights, want_weights, rtol=1e-5, atol=0)
     assert np.allclose(stage.logits(TOKENS), reference.linear(want_h, gate), rtol=0, atol=1e-5)
+
+
+def grouped(num_experts: int, top_k: int, num_groups: int, kept_groups: int, **more: Any) -> RouterSpec:
+    """A noaux_tc router."""
+    return RouterSpec(
+        num_experts, top_k, True, scoring="sigmoid", num_groups=num_groups, kept_groups=kept_groups, scaling=2.5, **more
+    )
+
+
+GROUPED = {
+    "one group": grouped(40, 6, 1, 1),
+    "groups": grouped(64, 8, 8, 4),
+    "one of its groups": grouped(24, 3, 6, 1),
+    "top-p": grouped(40, 6, 4, 2, top_p=0.6),
+}
+
+
+@pytest.mark.parametrize("spec", GROUPED.values(), ids=GROUPED.keys())
+def test_sigmoid_router_equals_the_reference(spec: RouterSpec) -> None:
+    """Chosen by corrected scores, negative ones too, in the best groups; weights are the plain scores; alone as in a batch."""
+    (x, norm), rng = rows(11), np.random.default_rng(12)
+    correction = (0.2 * rng.standard_normal(spec.num_experts) - 0.6).astype(np.float32)
+    weights = RouterWeights(random_matrix(rng, BF16, spec.num_experts, HIDDEN), None, correction)
+    with ThreadTeam(2) as team:
+        stage = RouterStage(team, spec, HIDDEN, 1e-6, TOKENS)
+        _, ids, shares = (part.copy() for part in stage(x, norm, weights))
+        alone = [stage(x[t : t + 1], norm, weights)[2][0].copy() for t in range(TOKENS)]
+    _, want_ids, want_shares = reference.route(x, norm, weights, spec, 1e-6)
+    assert np.array_equal(ids, want_ids)
+    assert np.allclose(shares, want_shares, rtol=1e-5, atol=0)
+    assert np.allclose(shares.sum(axis=1), 2.5, rtol=1e-5)
+    assert np.array_equal(alone, shares)
+
+
+def test_bias_of_the_logits() -> None:
+    """It is added before the softmax, and takes part in choice and weights; another router on the same stage has its own."""
+    (x, norm), rng = rows(13), np.random.default_rng(14)
+    spec = RouterSpec(20, 4, True)
+    biased = RouterWeights(random_matrix(rng, BF16, 20, HIDDEN), rng.standard_normal(20).astype(np.float32))
+    plain = RouterWeights(random_matrix(rng, BF16, 20, HIDDEN))
+    with ThreadTeam(1) as team:
+        stage = RouterStage(team, spec, HIDDEN, 1e-6, TOKENS)
+        for weights in (biased, plain, biased):
+            _, ids, shares = stage(x, norm, weights)
+            _, want_ids, want_shares = reference.route(x, norm, weights, spec, 1e-6)
+            assert np.array_equal(ids, want_ids)
+            assert np.allclose(shares, want_shares, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "num_groups", "kept_groups"),
+    [(40, 6, 7, 2), (40, 6, 40, 8), (40, 11, 4, 1), (40, 6, 4, 5)],
+)
+def test_impossible_groups(num_experts: int, top_k: int, num_groups: int, kept_groups: int) -> None:
+    """Groups that are not equal, of one expert, too small for the choice, or more than there are."""
+    with pytest.raises(CheckpointError, match=f"{kept_groups} of {num_groups} groups"):
+        grouped(num_experts, top_k, num_groups, kept_groups)
 
 
 def test_ties_go_to_the_lower_id() -> None:
@@ -55,7 +113,9 @@ def test_ties_go_to_the_lower_id() -> None:
     x, ones = np.ones((1, HIDDEN), np.float32), np.ones(HIDDEN, np.float32)
     with ThreadTeam(1) as team:
         for top_k, chosen in ((2, [3, 7]), (4, [3, 7, 11, 19]), (6, [0, 1, 3, 7, 11, 19])):
-            _, ids, weights = RouterStage(team, RouterSpec(20, top_k, False), HIDDEN, 0.0, 1)(x, ones, gate)
+            _, ids, weights = RouterStage(team, RouterSpec(20, top_k, False), HIDDEN, 0.0, 1)(
+                x, ones, RouterWeights(gate)
+            )
             assert ids[0].tolist() == chosen
             assert np.allclose(weights[0], [np.exp(float(i in (3, 7, 11, 19))) / (16 + 4 * np.e) for i in chosen])
 
@@ -69,11 +129,15 @@ def test_top_p_keeps_the_largest_weights(top_p: float, renormalise: bool) -> Non
         everything, kept = (
             [
                 part.copy()
-                for part in RouterStage(team, RouterSpec(40, 8, renormalise, p), HIDDEN, 1e-6, TOKENS)(x, norm, gate)
+                for part in RouterStage(team, RouterSpec(40, 8, renormalise, p), HIDDEN, 1e-6, TOKENS)(
+                    x, norm, RouterWeights(gate)
+                )
             ]
             for p in (1.0, top_p)
         )
-    _, want_ids, want_weights = reference.route(x, norm, gate, RouterSpec(40, 8, renormalise, top_p), 1e-6)
+    _, want_ids, want_weights = reference.route(
+        x, norm, RouterWeights(gate), RouterSpec(40, 8, renormalise, top_p), 1e-6
+    )
     assert np.array_equal(kept[1], want_ids)
     assert np.allclose(kept[2], want_weights, rtol=1e-5, atol=0)
     assert (kept[2][kept[1] < 0] == 0).all()
@@ -98,7 +162,9 @@ def test_top_p_of_equal_weights_keeps_the_lower_ids() -> None:
             (0.001, [-1, -1, -1, 0]),
             (1.0, [0, 1, 2, 3]),
         ):
-            _, ids, _ = RouterStage(team, RouterSpec(4, 4, True, top_p), HIDDEN, 1e-6, 1)(norm[None], norm, gate)
+            _, ids, _ = RouterStage(team, RouterSpec(4, 4, True, top_p), HIDDEN, 1e-6, 1)(
+                norm[None], norm, RouterWeights(gate)
+            )
             assert ids[0].tolist() == chosen
 
 
@@ -113,13 +179,15 @@ def test_impossible_top_p(top_p: float) -> None:
 def test_router_does_not_depend_on_the_batch(encoding: Encoding) -> None:
     """One token alone on one thread has the bits that it has among others on two."""
     (x, norm), gate = rows(3), random_matrix(np.random.default_rng(4), encoding, 40, HIDDEN)
+    weights = RouterWeights(gate)
     with ThreadTeam(1) as one, ThreadTeam(2) as two:
         together = [
-            part.copy() for part in RouterStage(two, RouterSpec(40, 6, True), HIDDEN, 1e-6, TOKENS)(x, norm, gate)
+            part.copy()
+            for part in RouterStage(two, RouterSpec(40, 6, True), HIDDEN, 1e-6, TOKENS)(x, norm, RouterWeights(gate))
         ]
         stage = RouterStage(one, RouterSpec(40, 6, True), HIDDEN, 1e-6, 1)
         for t in range(TOKENS):
-            for got, want in zip(stage(x[t : t + 1], norm, gate), together, strict=True):
+            for got, want in zip(stage(x[t : t + 1], norm, weights), together, strict=True):
                 assert np.array_equal(got[0], want[t])
 
 
@@ -149,9 +217,9 @@ def test_planned_bytes_cover_what_is_allocated() -> None:
     with ThreadTeam(1) as team:
         router, head = RouterStage(team, spec, HIDDEN, 1e-6, TOKENS), HeadStage(team, HIDDEN, 300, 1e-6, TOKENS)
         (x, norm), rng = rows(7), np.random.default_rng(8)
-        router(x, norm, random_matrix(rng, Q8, 40, HIDDEN))
+        router(x, norm, RouterWeights(random_matrix(rng, Q8, 40, HIDDEN)))
         head(x, norm, random_matrix(rng, F32, 300, HIDDEN))
-        own = [router._probabilities, router._ids, router._weights]
+        own = [router._probabilities, router._ids, router._weights, router._group_scores]
         for linear, planned, more in (
             (router._linear, RouterStage.scratch_bytes(spec, HIDDEN, TOKENS), own),
             (head._linear, HeadStage.scratch_bytes(HIDDEN, 300, TOKENS), []),
@@ -172,7 +240,8 @@ def test_rms_norm_equals_the_reference(width: int) -> None:
 def test_block_has_the_bits_of_attention_and_router(num_threads: int) -> None:
     """One call for both gives what one after the other gives, for a batch and for a single row after it."""
     block = make_block(encodings=dict.fromkeys("qkvo", Q4))
-    gate, table = random_matrix(np.random.default_rng(2), BF16, 12, HIDDEN), np.arange(2, dtype=np.int32)[None]
+    gate = RouterWeights(random_matrix(np.random.default_rng(2), BF16, 12, HIDDEN))
+    table = np.arange(2, dtype=np.int32)[None]
     x, norm = block.rows(TOKENS), rows(3)[1]
     alone, fused, kept = x.copy(), x.copy(), (block.cache(TOKENS), block.cache(TOKENS))
     with ThreadTeam(num_threads) as team:

@@ -157,7 +157,8 @@ def _layer_job(layer: ExpertLayer, marker: Marker, model_type: str) -> LayerJob:
             PROJECTIONS, (layer.gate, layer.up, layer.down), (layer.hidden, layer.hidden, layer.width), strict=True
         )
     )
-    shape = ExpertShape(layer.hidden, layer.width, gate.target.format, up.target.format, down.target.format)
+    formats = gate.target.format, up.target.format, down.target.format
+    shape = ExpertShape(layer.hidden, layer.width, *formats, has_bias=bool(layer.bias), clamp=layer.clamp)
     header = LayerHeader(
         version=CONTAINER_VERSION,
         layout=LAYOUT_VERSION,

@@ -18,13 +18,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from colibri_mp.checkpoint.arrangement import take_rows
 from colibri_mp.checkpoint.container import Rounding
 from colibri_mp.checkpoint.convert.files import page_aligned
 from colibri_mp.checkpoint.convert.plan import LayerJob, Plan
 from colibri_mp.checkpoint.experts import PROJECTIONS
 from colibri_mp.checkpoint.source import Checkpoint, fill
 from colibri_mp.errors import CheckpointError, ReadError
-from colibri_mp.kernels.layout import BLOCK_ROWS, Bytes, packed_bytes
+from colibri_mp.kernels.layout import BLOCK_ROWS, Bytes, fill_bias, packed_bytes
 from colibri_mp.recoding import Recoding, add, recode_rows
 
 _BLOCK_VALUES = 1 << 20
@@ -70,8 +71,10 @@ class SlabMaker:
             self._files.read_ahead(job, expert + 1)
         slab = self._slab[: job.shape.slab_bytes]
         slab[job.shape.nbytes :] = 0
+        parts = _parts(job, pieces)
+        _fill_biases(job, pieces, slab)
         blocks = list(_row_blocks(job))
-        costs = list(self._threads.map(lambda rows: _fill_rows(rows, pieces[rows.projection], slab), blocks))
+        costs = list(self._threads.map(lambda rows: _fill_rows(rows, parts[rows.projection], slab), blocks))
         rounding = {
             projection: add(
                 cost for rows, cost in zip(blocks, costs, strict=True) if cost and rows.projection == projection
@@ -86,14 +89,13 @@ class SlabMaker:
         """Raises `CheckpointError` if a file of the source has changed since it was opened."""
         self._files.check_unchanged()
 
-    def _read(self, job: LayerJob, expert: int) -> dict[str, list[Bytes]]:
-        """The pieces of an expert by projection."""
-        found: dict[str, list[Bytes]] = {projection: [] for projection in PROJECTIONS}
+    def _read(self, job: LayerJob, expert: int) -> list[Bytes]:
+        """The pieces of an expert."""
+        found = []
         ends = list(itertools.accumulate(job.experts.piece_bytes.tolist(), initial=0))
-        for piece, (projection, _) in enumerate(job.experts.piece_names):
-            out = self._pieces[ends[piece] : ends[piece + 1]]
-            self._files.read(job, expert, piece, out)
-            found[projection].append(out)
+        for piece, (start, end) in enumerate(itertools.pairwise(ends)):
+            found.append(self._pieces[start:end])
+            self._files.read(job, expert, piece, found[-1])
         return found
 
 
@@ -146,11 +148,27 @@ def _state(file: FileIO) -> tuple[int, int]:
 
 def _row_blocks(job: LayerJob) -> Iterator[_Rows]:
     """Blocks of about a million values, whole row blocks of the packed layout."""
-    for piece, recoding in zip(job.header.pieces, job.recodings, strict=True):
+    for piece, recoding in zip(job.header.pieces, job.recodings, strict=False):  # biases come after the matrices
         step = max(_BLOCK_VALUES // piece.cols // BLOCK_ROWS, 1) * BLOCK_ROWS
         for first in range(0, piece.rows, step):
             num_rows = min(step, piece.rows - first)
             yield _Rows(piece.projection, recoding, piece.rows, piece.cols, first, num_rows, piece.offset)
+
+
+def _parts(job: LayerJob, pieces: Sequence[Bytes]) -> dict[str, list[Bytes]]:
+    """The stored parts of gate, up and down, each contiguous."""
+    found, layer = {}, job.experts
+    encodings = (layer.gate, layer.up, layer.down)
+    for piece, encoding, source in zip(job.header.pieces, encodings, layer.matrix_sources, strict=False):
+        stored = pieces[source.first_piece : source.first_piece + len(encoding.parts)]
+        found[piece.projection] = [take_rows(source, piece.rows, piece.cols, part) for part in stored]
+    return found
+
+
+def _fill_biases(job: LayerJob, pieces: Sequence[Bytes], slab: Bytes) -> None:
+    for bias, source in zip(job.header.pieces[len(PROJECTIONS) :], job.experts.bias_sources, strict=False):
+        stored = take_rows(source, bias.rows, 1, pieces[source.first_piece])
+        fill_bias(job.experts.bias, stored, slab[bias.offset : bias.offset + bias.nbytes])
 
 
 def _fill_rows(block: _Rows, parts: Sequence[Bytes], slab: Bytes) -> Rounding | None:

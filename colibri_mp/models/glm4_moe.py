@@ -1,0 +1,59 @@
+"""GLM-4.5, GLM-4.6. Reference: transformers/models/glm4_moe/modeling_glm4_moe.py.
+
+Grouped-query attention; `attention_bias` gives biases to q, k and v, not to o; RMS norm over each head of q and k if `use_qk_norm`; the
+first half of a head turns (`partial_rotary_factor`). Router: sigmoid, corrected for the choice only, times `routed_scaling_factor`. Beside
+the routed experts there is a shared one of width `n_shared_experts` * `moe_intermediate_size`, always with weight 1. The first
+`first_k_dense_replace` layers are dense. The layers after the last (`num_nextn_predict_layers`) predict further tokens: they are left out.
+"""
+
+from dataclasses import replace
+
+from colibri_mp.checkpoint.experts import ExpertDims
+from colibri_mp.checkpoint.matrices import TensorTable
+from colibri_mp.models.config import ConfigReader
+from colibri_mp.models.decoder import (
+    build_dense,
+    build_model,
+    build_moe,
+    leave_out_predictors,
+    read_correction,
+    read_decoder_config,
+    read_grouped_router,
+)
+from colibri_mp.models.structure import DenseSpec, ModelSpec, MoeSpec
+
+
+def build(config: ConfigReader, table: TensorTable) -> ModelSpec:
+    """The model in `table`. Raises `CheckpointError` where config and tensors disagree."""
+    decoder = read_decoder_config(
+        config,
+        qk_norm="head" if config.flag("use_qk_norm", default=False) else "none",
+        qkv_bias=config.flag("attention_bias", default=False),
+        partial_rotary=0.5,
+        default_theta=10_000.0,
+        default_eps=1e-5,
+    )
+    router = read_grouped_router(config)
+    num_dense = config.whole("first_k_dense_replace", default=1, least=0)
+    width = config.whole("moe_intermediate_size")
+    shared_width = width * config.whole("n_shared_experts", default=1)
+    dims = ExpertDims(router.num_experts, decoder.hidden, width, "moe_intermediate_size")
+
+    def build_mlp(table: TensorTable, layer: int) -> MoeSpec | DenseSpec:
+        path = f"model.layers.{layer}.mlp"
+        if layer < num_dense:
+            return build_dense(table, path, decoder.hidden, config.whole("intermediate_size"))
+        return replace(
+            build_moe(table, layer, path, router, dims),
+            correction=read_correction(table, path, router),
+            shared=build_dense(
+                table,
+                f"{path}.shared_experts",
+                decoder.hidden,
+                shared_width,
+                "n_shared_experts * moe_intermediate_size",
+            ),
+        )
+
+    leave_out_predictors(config, table, decoder.num_layers)
+    return build_model("glm4_moe", table, decoder, build_mlp)

@@ -1,0 +1,296 @@
+"""Mistakes put in on purpose: the golden checkpoints tell each of them from the right computation.
+
+Each is a subclass of the plain forward pass with one method or setting wrong, and must differ from the reference's logits by more than the
+parity tests allow. The right one passes (`test_plain_forward`), and so does the program itself (`test_parity`).
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from plain_forward import Bytes, Floats, PlainModel, dequantise, sigmoid
+from test_parity import TOLERANCE
+
+from colibri_mp.checkpoint import Checkpoint, TensorInfo
+from colibri_mp.formats import Encoding
+from colibri_mp.models import AttentionSpec, ModelSpec, MoeSpec
+from colibri_mp.specs import ClampedSwiGLU
+
+TINY = Path(__file__).parent / "tiny"
+
+
+class Changed(PlainModel):
+    """A model whose spec is changed before it runs."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        self.model = self.changed(self.model)
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        """The mistake."""
+        return model
+
+    def with_attention(self, model: ModelSpec, **changes: Any) -> ModelSpec:
+        """Changes to the attention of layers that have a window."""
+        return replace(
+            model, layers=tuple(replace(layer, attention=_changed(layer.attention, changes)) for layer in model.layers)
+        )
+
+
+def _changed(spec: AttentionSpec, changes: dict[str, Any]) -> AttentionSpec:
+    return replace(spec, **changes) if spec.window is not None else spec
+
+
+class NormEps(Changed):
+    """A constant in place of rms_norm_eps."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        return replace(model, norm_eps=1e-6)
+
+
+class WholeHeadTurns(Changed):
+    """The share of a head that turns is forgotten."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        return replace(model, rope=replace(model.rope, rotary_dim=2 * model.rope.rotary_dim))
+
+
+class RoundedYarn(Changed):
+    """yarn's range is rounded although the config says that it is not."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        return replace(model, rope=replace(model.rope, truncate=True))
+
+
+class NoYarnScaling(Changed):
+    """Cosine and sine without yarn's factor."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        return replace(model, rope=replace(model.rope, attention_factor=1.0))
+
+
+class WindowTooWide(Changed):
+    """A window sees one position more."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        return self.with_attention(model, window=9)
+
+
+class WindowTooNarrow(Changed):
+    """A window sees one position less."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        return self.with_attention(model, window=7)
+
+
+class WindowsInTheOtherLayers(Changed):
+    """The layers with and without a window are exchanged."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        specs = [layer.attention for layer in model.layers]
+        layers = zip(model.layers, [*specs[1:], specs[0]], strict=True)
+        return replace(model, layers=tuple(replace(layer, attention=spec) for layer, spec in layers))
+
+
+class PairsTakeTurns(PlainModel):
+    """Rotary pairs are neighbours instead of halves."""
+
+    def rotate(self, heads: Floats) -> Floats:
+        width = self.model.rope.rotary_dim
+        order = np.concatenate([np.arange(0, width, 2), np.arange(1, width, 2)])
+        turned = super().rotate(np.concatenate([heads[..., order], heads[..., width:]], axis=-1))
+        turned[..., order] = turned[..., :width].copy()
+        return turned
+
+
+class NoSinks(PlainModel):
+    """The sinks are forgotten."""
+
+    def attention_weights(self, scores: Floats, sinks: TensorInfo | None) -> Floats:
+        del sinks
+        return super().attention_weights(scores, None)
+
+
+class RefusedAreZero(PlainModel):
+    """Experts of refused groups count as 0, which is more than a negative score."""
+
+    refused = 0.0
+
+
+class BiasedWeights(PlainModel):
+    """The weights are the corrected scores."""
+
+    def weights(self, scores: Floats, choice: Floats) -> Floats:
+        del scores
+        return np.where(np.isfinite(choice), choice, 0)
+
+
+class ChoiceWithoutCorrection(PlainModel):
+    """Experts are chosen by their plain scores."""
+
+    def choice(self, spec: MoeSpec, scores: Floats) -> Floats:
+        return super().choice(replace(spec, correction=None), scores)
+
+
+class GroupsByTheirBest(PlainModel):
+    """All groups are kept."""
+
+    def choice(self, spec: MoeSpec, scores: Floats) -> Floats:
+        return super().choice(replace(spec, router=replace(spec.router, num_groups=1, kept_groups=1)), scores)
+
+
+class NoScaling(PlainModel):
+    """routed_scaling_factor is forgotten."""
+
+    def scaling(self, spec: MoeSpec) -> float:
+        del spec
+        return 1.0
+
+
+class ScaledShared(PlainModel):
+    """routed_scaling_factor is applied to the shared expert too."""
+
+    def shared(self, spec: MoeSpec, x: Floats) -> Floats:
+        return spec.router.scaling * super().shared(spec, x)
+
+
+class NoShared(PlainModel):
+    """The shared expert is forgotten."""
+
+    def shared(self, spec: MoeSpec, x: Floats) -> Floats:
+        return super().shared(replace(spec, shared=None), x)
+
+
+class UngatedShared(PlainModel):
+    """The gate of the shared expert is forgotten."""
+
+    def shared(self, spec: MoeSpec, x: Floats) -> Floats:
+        return super().shared(replace(spec, shared_gate=None), x)
+
+
+class GateOfTheOutput(PlainModel):
+    """The sigmoid is left out of the gate."""
+
+    def shared(self, spec: MoeSpec, x: Floats) -> Floats:
+        assert spec.shared is not None
+        assert spec.shared_gate is not None
+        return x @ self.matrix(spec.shared_gate).T * self.dense(spec.shared, x)
+
+
+class Renormalised(Changed):
+    """norm_topk_prob is taken for its opposite."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        return replace(model, layers=tuple(replace(layer, mlp=_renormalised(layer.mlp)) for layer in model.layers))
+
+
+def _renormalised(mlp: Any) -> Any:
+    if not isinstance(mlp, MoeSpec):
+        return mlp
+    return replace(mlp, router=replace(mlp.router, norm_topk_prob=not mlp.router.norm_topk_prob))
+
+
+class NoRouterBias(PlainModel):
+    """The bias of the router is forgotten."""
+
+    def moe(self, spec: MoeSpec, x: Floats) -> Floats:
+        return super().moe(replace(spec, gate_bias=None), x)
+
+
+class GateClampedTwice(PlainModel):
+    """gate is clamped from below too."""
+
+    def clamped(self, gate: Floats, up: Floats, clamp: ClampedSwiGLU) -> Floats:
+        return super().clamped(np.maximum(gate, -clamp.limit), up, clamp)
+
+
+class UpClampedOnce(PlainModel):
+    """up is clamped from above only."""
+
+    def clamped(self, gate: Floats, up: Floats, clamp: ClampedSwiGLU) -> Floats:
+        gate, up = np.minimum(gate, clamp.limit), np.minimum(up, clamp.limit)
+        return (up + 1) * gate * sigmoid(clamp.alpha * gate)
+
+
+class LimitOfSeven(PlainModel):
+    """The limit is a constant instead of the config's."""
+
+    def clamped(self, gate: Floats, up: Floats, clamp: ClampedSwiGLU) -> Floats:
+        return super().clamped(gate, up, replace(clamp, limit=7.0))
+
+
+class PlainSilu(PlainModel):
+    """alpha is 1."""
+
+    def clamped(self, gate: Floats, up: Floats, clamp: ClampedSwiGLU) -> Floats:
+        return super().clamped(gate, up, replace(clamp, alpha=1.0))
+
+
+class UpWithoutOne(PlainModel):
+    """up instead of up + 1."""
+
+    def clamped(self, gate: Floats, up: Floats, clamp: ClampedSwiGLU) -> Floats:
+        return super().clamped(gate, up, clamp) - super().clamped(gate, np.zeros_like(up), clamp)
+
+
+class NoExpertBiases(PlainModel):
+    """The biases of the experts are forgotten."""
+
+    def swiglu(self, x: Floats, gate: Floats, up: Floats, down: Floats, *more: Any) -> Floats:
+        return super().swiglu(x, gate, up, down, 0.0, 0.0, 0.0, more[3])
+
+
+class HalvesOfGateUp(PlainModel):
+    """gate is the first half of gate_up instead of every other row."""
+
+    def swiglu(self, x: Floats, gate: Floats, up: Floats, down: Floats, *more: Any) -> Floats:
+        both = np.stack([gate, up], axis=1).reshape(2 * len(gate), -1)
+        return super().swiglu(x, both[: len(gate)], both[len(gate) :], down, *more)
+
+
+class HighNibbleFirst(PlainModel):
+    """The two codes of a byte are taken in the other order."""
+
+    def mxfp4(self, rows: int, cols: int, parts: list[Bytes]) -> Floats:
+        codes: NDArray[np.uint8] = (parts[0] << 4) | (parts[0] >> 4)
+        return dequantise(Encoding("mxfp4", 4, 32, "u8"), rows, cols, [codes, parts[1]])
+
+
+MISTAKES: dict[str, tuple[type[PlainModel], ...]] = {
+    "glm4_moe": (
+        *(WholeHeadTurns, PairsTakeTurns, BiasedWeights, ChoiceWithoutCorrection),
+        *(NoScaling, ScaledShared, NoShared, Renormalised),
+    ),
+    "glm4_moe_groups": (
+        NormEps,
+        RefusedAreZero,
+        GroupsByTheirBest,
+        BiasedWeights,
+        ChoiceWithoutCorrection,
+        NoScaling,
+        NoShared,
+    ),
+    "qwen2_moe": (
+        *(NormEps, PairsTakeTurns, WindowTooWide, WindowTooNarrow, WindowsInTheOtherLayers),
+        *(NoShared, UngatedShared, GateOfTheOutput, Renormalised),
+    ),
+    "gpt_oss": (
+        *(NormEps, PairsTakeTurns, RoundedYarn, NoYarnScaling, WindowTooWide, WindowTooNarrow, WindowsInTheOtherLayers),
+        *(NoSinks, NoRouterBias, Renormalised, GateClampedTwice, UpClampedOnce, LimitOfSeven, PlainSilu, UpWithoutOne),
+        *(NoExpertBiases, HalvesOfGateUp),
+    ),
+    "gpt_oss_mxfp4": (HighNibbleFirst, NoSinks, HalvesOfGateUp),
+}
+CASES = [(fixture, mistake) for fixture, mistakes in MISTAKES.items() for mistake in mistakes]
+
+
+@pytest.mark.parametrize(("fixture", "mistake"), CASES, ids=[f"{name}-{mistake.__name__}" for name, mistake in CASES])
+def test_mistake_is_noticed(fixture: str, mistake: type[PlainModel]) -> None:
+    """The logits leave the tolerance of the parity tests."""
+    golden = np.load(TINY / fixture / "golden.npz")
+    ids = np.concatenate([golden["input_ids"], golden["generated_ids"]])
+    logits = mistake(Checkpoint.open(TINY / fixture)).logits(ids)
+    assert np.abs(logits - golden["logits"]).max() > TOLERANCE
