@@ -155,6 +155,11 @@ class LaunchConfig:
     step_timeout: float = _setting(
         120.0, "seconds after which a worker that does not answer is given up", least=0.1, metavar="S"
     )
+    client: Literal["script", "server"] = _setting(
+        "script",
+        "what launches the cluster, as the memory plan counts it: a script, or an HTTP server, which takes more (set by `serve`)",
+        choices=("script", "server"),
+    )
     name: str = _setting("", "name of the cluster, for status and stop (default: 'default' for launch)", metavar="NAME")
     log_level: str = _setting("warning", "least severe log lines shown", choices=("debug", "info", "warning", "error"))
 

@@ -47,7 +47,7 @@ class Array(msgspec.Struct, frozen=True):
 class Sampling(msgspec.Struct, frozen=True):
     """How the next token is chosen; `temperature` 0 is greedy. The defaults of a checkpoint fill in what is None.
 
-    Ranges: temperature >= 0, 0 < top_p <= 1, top_k >= 0 (0: off), 0 <= min_p < 1, repetition_penalty > 0, presence_penalty and
+    Ranges: temperature >= 0, 0 < top_p <= 1, top_k >= 0 (0: off), 0 <= min_p < 1, repetition_penalty in 0.01..100, presence_penalty and
     frequency_penalty in -2..2. `logit_bias` is added to the logits of the tokens named.
     """
 

@@ -29,6 +29,7 @@ from colibri_mp.workers.slab_audit import audit_bytes
 # Measured on Linux x86-64 with Python 3.11 (docs/log.md): pages of files that the processes share, and what each has alone.
 LIBRARY_BYTES = 84_000_000
 CLIENT_BYTES = 18_500_000
+SERVER_BYTES = 40_000_000  # more than CLIENT_BYTES: the HTTP libraries, and 64 clients at a time
 COORDINATOR_BYTES = 67_000_000
 TRACKER_BYTES = 7_000_000  # multiprocessing's resource tracker
 WORKER_BYTES = 64_500_000
@@ -100,6 +101,8 @@ class Sizes:
         rows = self.logit_rows
         yield Term("all", "libraries, pages that the processes share", LIBRARY_BYTES)
         yield Term("client", "interpreter and libraries", CLIENT_BYTES)
+        if self.config.client == "server":
+            yield Term("client", "HTTP server, its tokenizer", SERVER_BYTES + tables)
         yield Term("coordinator", "interpreter and libraries", COORDINATOR_BYTES + TRACKER_BYTES)
         yield Term("coordinator", "tokenizer, table of tensors", tables)
         yield Term("coordinator", "resident weights", resident_bytes(self.model))

@@ -18,6 +18,7 @@ from colibri_mp.errors import RequestError
 from colibri_mp.logprobs import likeliest
 from colibri_mp.messages import Floats, Sampling
 
+MOST_BIAS = 1000.0  # of either sign: far beyond any logit, and far from what overflows
 _NUCLEUS_GUESS = 256  # tokens that top-p looks at first
 
 Ids: TypeAlias = np.ndarray[Any, np.dtype[np.intp]]
@@ -44,11 +45,11 @@ class SamplingParams:
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("top_k", self.top_k >= 0, ">= 0 (0: off)"),
             ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
-            ("repetition_penalty", self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty), "> 0"),
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "in [0.01, 100]"),
             ("seed", 0 <= self.seed < 2**64, "in [0, 2^64)"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
-            ("logit_bias", all(map(math.isfinite, self.logit_bias.values())), "finite numbers"),
+            ("logit_bias", all(abs(bias) <= MOST_BIAS for bias in self.logit_bias.values()), f"within {MOST_BIAS:g}"),
         )
         for name, good, wanted in checks:
             if not good:

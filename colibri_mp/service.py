@@ -52,7 +52,6 @@ from colibri_mp.messages import (
     Status,
 )
 from colibri_mp.monitor import Monitor
-from colibri_mp.plan_terms import CLIENT_BYTES
 from colibri_mp.pressure import Decision, Governor, Reading
 from colibri_mp.scheduler import Scheduler
 from colibri_mp.session_store import SessionStore
@@ -324,7 +323,8 @@ class Service:
         """What the monitor looks at. An owner counts as planned: what else it does with its memory is its own business."""
         sample, slab_bytes = self._watch.last, self.coordinator.slab_bytes()
         owner_bytes = sample.by_process.get("client", 0)
-        others = sample.total_bytes - sample.slab_bytes - owner_bytes + (CLIENT_BYTES if owner_bytes else 0)
+        planned = sum(term.nbytes for term in self.coordinator.plan.terms if term.process == "client")
+        others = sample.total_bytes - sample.slab_bytes - owner_bytes + (planned if owner_bytes else 0)
         return Reading(time.monotonic(), rooms(), slab_bytes, self.coordinator.plan.budget_bytes - others - slab_bytes)
 
     def _relieve(self, decision: Decision) -> None:

@@ -29,16 +29,16 @@ def connect(settings: dict[str, Any], is_own: bool = False) -> "Cluster":
         return opener(progress.show, lambda _process: None)
 
 
-def cluster_opener(args: argparse.Namespace) -> Opener:
-    """What `open_cluster` does, to be done later.
+def cluster_opener(args: argparse.Namespace, **more: Any) -> Opener:
+    """What `open_cluster` does, to be done later; `more` are settings of an own cluster that are not the user's.
 
     Raises:
         ConfigError: a setting that is wrong, or no cluster of that name.
     """
-    return _opener(launch_settings(args), is_own=False)
+    return _opener(launch_settings(args), is_own=False, **more)
 
 
-def _opener(settings: dict[str, Any], is_own: bool) -> Opener:
+def _opener(settings: dict[str, Any], is_own: bool, **more: Any) -> Opener:
     from colibri_mp import rundir
     from colibri_mp.client import Cluster
 
@@ -48,5 +48,6 @@ def _opener(settings: dict[str, Any], is_own: bool) -> Opener:
         return lambda _progress, _started: Cluster.attach(name)
     if not is_own and settings.keys() == {"name"}:
         raise ConfigError(f"no cluster named {name!r} is running; start it with `colibri-cluster launch --name {name}`")
+    settings = {**settings, **more}
     LaunchConfig(**settings)
     return lambda progress, started: Cluster.launch(**settings, progress=progress, started=started)

@@ -16,7 +16,7 @@ def serve(args: argparse.Namespace) -> int:
 
     config = ServerConfig(**_server_settings(args))
     key = config.read_key()
-    open_cluster = cluster_opener(args)
+    open_cluster = cluster_opener(args, client="server")
     listener = bind(config.host, config.port)
     url = url_of(listener)
     say(f"listening on {url}; stop with Ctrl-C")

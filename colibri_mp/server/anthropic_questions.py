@@ -7,6 +7,7 @@ import msgspec
 from colibri_mp.messages import Constraint, Conversation
 from colibri_mp.server.anthropic_schema import (
     AnthropicTool,
+    Block,
     CountTokensRequest,
     MessageParam,
     MessagesRequest,
@@ -43,7 +44,7 @@ def forced_call(body: MessagesRequest) -> ForcedCall | None:
 
 def conversation_of(body: CountTokensRequest) -> Conversation:
     """The conversation as the chat template gets it."""
-    messages = [{"role": "system", "content": _joined(body.system)}] if body.system else []
+    messages = [{"role": "system", "content": _joined(body.system, "system")}] if body.system else []
     for idx, message in enumerate(body.messages):
         messages += _turn(message, f"messages.{idx}")
     uses_tools = body.tools and not (body.tool_choice and body.tool_choice.type == "none")
@@ -72,7 +73,7 @@ def _user_turn(message: MessageParam, where: str) -> list[dict[str, Any]]:
                 texts.append(text)
             case ToolResultBlock():
                 prefix = "Error: " if block.is_error else ""
-                content = prefix + _joined(block.content)
+                content = prefix + _joined(block.content, f"{where}.content.{idx}.content")
                 made.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
             case _:
                 raise _misplaced(block, f"{where}.content.{idx}", "user")
@@ -100,10 +101,15 @@ def _misplaced(block: object, where: str, role: str) -> HttpError:
     return HttpError(400, f"{where}: a block of type {tag!r} cannot stand in a message of role {role!r}", param=where)
 
 
-def _joined(content: str | list[TextBlock] | None) -> str:
+def _joined(content: str | list[Block] | None, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(block.text for block in content)
+    texts = []
+    for idx, block in enumerate(content):
+        if not isinstance(block, TextBlock):
+            raise HttpError(400, f"{where}.{idx}: only blocks of type 'text' can stand here", param=f"{where}.{idx}")
+        texts.append(block.text)
+    return "".join(texts)
 
 
 def _tools(tools: list[AnthropicTool]) -> list[dict[str, Any]]:

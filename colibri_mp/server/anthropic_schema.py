@@ -39,7 +39,7 @@ class ToolResultBlock(Struct, tag_field="type", tag="tool_result"):
     """What a tool answered; `is_error` puts "Error: " before it."""
 
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: "str | list[Block] | None" = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
 
@@ -114,7 +114,7 @@ class CountTokensRequest(Struct, kw_only=True):
 
     messages: Annotated[list[MessageParam], Meta(min_length=1)]
     model: str | None = None
-    system: str | list[TextBlock] | None = None
+    system: str | list[Block] | None = None
     tools: Annotated[list[AnthropicTool], Meta(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None

@@ -21,7 +21,6 @@ from colibri_mp.server.openai_schema import (
     JsonSchemaFormat,
     NamedChoice,
     RefusalPart,
-    TextPart,
     Tool,
     ToolCall,
     ToolMessage,
@@ -138,6 +137,10 @@ def tools_of(tools: list[Tool]) -> list[dict[str, Any]]:
 def _message(message: ChatMessage, where: str) -> dict[str, Any]:
     role = "system" if isinstance(message, DeveloperMessage) else type(message).__struct_config__.tag
     made: dict[str, Any] = {"role": role, "content": _text(message.content)}
+    if role != "assistant" and isinstance(message.content, list):
+        for idx, part in enumerate(message.content):
+            if isinstance(part, RefusalPart):
+                raise unsupported(f"{where}.content[{idx}]", "a refusal is the assistant's")
     if message.name is not None:
         made["name"] = message.name
     if isinstance(message, ToolMessage):
@@ -154,7 +157,7 @@ def _message(message: ChatMessage, where: str) -> dict[str, Any]:
     return made
 
 
-def _text(content: Content | list[TextPart | RefusalPart] | None) -> str:
+def _text(content: Content | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)

@@ -15,7 +15,7 @@ MOST_STOPS = 16
 MOST_TOP_LOGPROBS = 20
 
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=LARGEST_INT)]
-Seed: TypeAlias = Annotated[int, Meta(ge=-LARGEST_INT, le=LARGEST_INT)]
+Seed: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST_INT)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 StopText: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1000)]
 StopList: TypeAlias = Annotated[list[StopText], Meta(max_length=MOST_STOPS)]
@@ -40,12 +40,12 @@ class TextPart(Struct, tag_field="type", tag="text"):
 
 
 class RefusalPart(Struct, tag_field="type", tag="refusal"):
-    """What an assistant once refused; part of its words."""
+    """What an assistant once refused: part of its words, and of nobody else's."""
 
     refusal: str
 
 
-Content: TypeAlias = str | list[TextPart]
+Content: TypeAlias = str | list[TextPart | RefusalPart]
 
 
 class SystemMessage(Struct, tag_field="role", tag="system"):
@@ -87,7 +87,7 @@ class ToolCall(Struct):
 class AssistantMessage(Struct, tag_field="role", tag="assistant"):
     """An answer of before. The fields below `reasoning_content` come back from clients unchanged and must be null."""
 
-    content: str | list[TextPart | RefusalPart] | None = None
+    content: Content | None = None
     tool_calls: list[ToolCall] | None = None
     reasoning_content: str | None = None
     name: str | None = None
@@ -192,7 +192,7 @@ class GenerationRequest(Struct, kw_only=True):
     # of this server
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Meta(ge=0, lt=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MOST_STOPS)] | None = None
     guided_regex: Text | None = None

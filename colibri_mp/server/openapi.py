@@ -70,7 +70,7 @@ def _paths() -> dict[str, Any]:
 
 
 def _post(summary: str, takes: str, gives: str, streams: bool, errors: str = "Error") -> dict[str, Any]:
-    content = _json(gives) | ({"text/event-stream": {"schema": {"type": "string"}}} if streams else {})
+    content = _json(gives) | ({"text/event-stream": {}} if streams else {})
     return {
         "summary": summary,
         "requestBody": {"required": True, "content": _json(takes)},

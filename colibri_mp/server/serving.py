@@ -9,6 +9,7 @@ import contextlib
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 
 import uvicorn
@@ -26,6 +27,10 @@ from colibri_mp.server.routes import ROUTES
 from colibri_mp.server.settings import ServerConfig
 
 _BACKLOG = 1024
+_SWITCH_S = 0.0005  # how long the bridge's thread may keep the interpreter while the event loop waits for it
+_KEEP_ALIVE_S = (
+    30  # longer than clients keep an idle connection (5 s is common): who closes first may cut off a request
+)
 _LAST_WORDS_S = 5  # for answers under way, when the server ends
 _SHOWN_HEADERS = ("x-request-id", "retry-after")
 
@@ -70,6 +75,7 @@ def serve(
     Raises:
         ColibriError: the cluster could not be opened.
     """
+    sys.setswitchinterval(_SWITCH_S)
     asyncio.run(_Server(config, listener, open_cluster, ready).run())
 
 
@@ -123,7 +129,7 @@ def _uvicorn_config(config: ServerConfig, bridge: Bridge) -> uvicorn.Config:
     return uvicorn.Config(
         _app(config, bridge), http=_protocol(config.timeout), ws="none", lifespan="off", log_config=None, access_log=False,
         server_header=False, proxy_headers=False, limit_concurrency=config.max_connections + 1, backlog=_BACKLOG,
-        timeout_graceful_shutdown=_LAST_WORDS_S,
+        timeout_graceful_shutdown=_LAST_WORDS_S, timeout_keep_alive=_KEEP_ALIVE_S,
     )  # fmt: skip
 
 

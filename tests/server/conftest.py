@@ -16,6 +16,6 @@ def server(run_folder: Path) -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="package")
 def strict_server(run_folder: Path) -> Iterator[LiveServer]:
-    """One that has little patience, with slow clients and with its cluster."""
-    with serving("--stall", "1", "--timeout", "0.5") as running:
+    """One that has little patience, with slow clients and with its cluster, and a short queue."""
+    with serving("--stall", "1", "--timeout", "0.5", "--queue", "2") as running:
         yield running

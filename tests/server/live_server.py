@@ -50,7 +50,7 @@ class LiveServer:
         self.process.send_signal(signal.SIGTERM)
         _, err = self.process.communicate(timeout=STOP_S)
         assert self.process.returncode == 0, err
-        assert "Traceback" not in err
+        assert "Traceback" not in err, err
         return err
 
 

@@ -101,3 +101,21 @@ def test_long_silence_has_pings_and_progress(server: LiveServer) -> None:
     assert all(each["prompt_tokens"] == 1500 for each in progress)
     assert [each["computed_tokens"] for each in progress] == sorted(each["computed_tokens"] for each in progress)
     assert found[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_full_queue_refuses_cleanly(strict_server: LiveServer) -> None:
+    """Where one request fills the KV memory and two may wait, the others get 429 and when to come again; those get answers."""
+    body = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True}
+
+    async def ask_all() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=strict_server.url, timeout=60) as client:
+            return await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(12)))
+
+    responses = asyncio.run(ask_all())
+    refused = [response for response in responses if response.status_code == 429]
+    assert len(refused) >= 6
+    assert all(int(response.headers["retry-after"]) > 0 for response in refused)
+    assert all(response.json()["error"]["type"] == "rate_limit_error" for response in refused)
+    answered = [response for response in responses if response.status_code == 200]
+    assert len(answered) == 12 - len(refused) >= 1
+    assert all(response.json()["usage"]["completion_tokens"] == 1900 for response in answered)

@@ -132,7 +132,8 @@ def test_checkpoint_that_does_not_sample_is_greedy() -> None:
 @pytest.mark.parametrize(
     "bad",
     [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1},
-     {"min_p": 1.0}, {"repetition_penalty": 0.0}, {"seed": -1}, {"presence_penalty": 2.1}, {"frequency_penalty": -3.0},
+     {"min_p": 1.0}, {"repetition_penalty": 0.0}, {"repetition_penalty": 1e-300}, {"logit_bias": {1: 1e300}},
+     {"seed": -1}, {"presence_penalty": 2.1}, {"frequency_penalty": -3.0},
      {"logit_bias": {1: float("inf")}}],
 )  # fmt: skip
 def test_values_out_of_range_are_refused(bad: dict[str, Any]) -> None:
