@@ -1,7 +1,7 @@
 """Sessions between the KV cache and files: `save` writes what is cached for some content, `restore` brings it back.
 
 Nothing is computed. What is restored is cached and held by nobody: the next request that begins with this content takes it, and it
-is evicted as everything else. Runs in the engine's thread, between two steps.
+is evicted as everything else. Runs in the engine's thread, between two steps or layers.
 """
 
 from collections.abc import Callable

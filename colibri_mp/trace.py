@@ -134,7 +134,9 @@ def _notes(path: Path, records: NDArray[np.void], left_over: int) -> tuple[str, 
     steps = records[(records["kind"] == LAYER) | (records["kind"] == STEP)]
     unended = int(np.count_nonzero((np.diff(steps["step"]) != 0) & (steps["kind"][:-1] != STEP)))
     if unended:
-        notes.append(f"{unended} steps failed while the run went on: from there a simulation may differ from it")
+        notes.append(
+            f"{unended} steps failed or were cancelled while the run went on: from there a simulation may differ from it"
+        )
     if len(steps) and steps["kind"][-1] != STEP:
         notes.append(f"the last step, {steps['step'][-1]}, is not complete: the run was cut short, or is still writing")
     return tuple(notes)

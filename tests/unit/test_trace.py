@@ -126,7 +126,7 @@ def test_failed_steps_are_said(tmp_path: Path) -> None:
             writer.end_step(1.0)
     writer.close()
     assert read_trace(tmp_path / "t").notes == (
-        "1 steps failed while the run went on: from there a simulation may differ from it",
+        "1 steps failed or were cancelled while the run went on: from there a simulation may differ from it",
     )
 
 
