@@ -300,7 +300,7 @@ class StepCounters(msgspec.Struct, frozen=True):
     @property
     def asked(self) -> int:
         """Distinct experts that the step needed."""
-        return self.hits + self.misses
+        return self.hits + self.misses + self.promoted
 
 
 class Routed(msgspec.Struct, frozen=True):
