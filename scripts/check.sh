@@ -25,5 +25,5 @@ step "types"
 (cd "$work" && "$bin/mypy" --config-file "$root/pyproject.toml" -p colibri_mp)
 
 step "tests"
-"$bin/pytest" "$@"
+"$bin/pytest" --numprocesses 2 --dist loadfile "$@"  # a file is one process's: its tests share clusters
 step "all good"

@@ -69,9 +69,12 @@ def _leftovers(run_folder: Path) -> dict[str, set[str]]:
 
 
 def _is_elsewhere(segment: str, run_folder: Path) -> bool:
-    """Whether a segment belongs to a living cluster with another run folder: names hold the coordinator's pid."""
+    """Whether a segment belongs to a living process with another run folder: names hold the coordinator's, or the test's, pid."""
     try:
-        environment = Path(f"/proc/{int(segment.split('-')[1], 16)}/environ").read_bytes()
+        owner = int(segment.split("-")[1], 16)
+        if owner == os.getpid():
+            return False
+        environment = Path(f"/proc/{owner}/environ").read_bytes()
     except (ValueError, OSError):
         return False
     return f"COLIBRI_RUN_DIR={run_folder}".encode() not in environment.split(b"\0")

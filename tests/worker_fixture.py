@@ -1,6 +1,5 @@
 """Workers on random experts in a temporary folder: made, driven and compared, without coordinator and socket."""
 
-import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,11 +9,12 @@ from typing import Any
 import numpy as np
 from expert_checkpoint import BF16, Q4, Q8, ExpertBytes, per_expert, random_experts, stacked, write
 from numpy.typing import NDArray
+from segments import fresh_name
 
 from colibri_mp.kernels import reference
 from colibri_mp.messages import StepCounters
 from colibri_mp.shm.layout import LayerSlots, pool_bytes
-from colibri_mp.shm.segment import Segment, segment_name
+from colibri_mp.shm.segment import Segment
 from colibri_mp.workers.copies import Copy
 from colibri_mp.workers.core import Worker, WorkerConfig
 
@@ -41,7 +41,7 @@ class Model:
     def config(self, num_slots: int, **changes: Any) -> WorkerConfig:
         """A worker with `num_slots` slots a layer; `changes` replace other fields."""
         slots = tuple(LayerSlots(x.layer, NUM_EXPERTS, num_slots, x.shape.slab_bytes) for x in self.expert_layers)
-        name = segment_name(secrets.token_hex(4), 0)
+        name = fresh_name()
         copies = (Copy(self.files),)
         config = WorkerConfig(0, name, tuple(self.expert_layers), slots, copies, "c" * 64, TOP_K, MAX_TOKENS)
         return replace(config, **{"io_threads": 3, "read_timeout_s": 20.0, **changes})

@@ -19,6 +19,7 @@ from colibri_mp.config import IoMode
 from colibri_mp.errors import PoolError, ProtocolError
 from colibri_mp.messages import Route, Routed, from_frames, to_frames
 from colibri_mp.shm.layout import pool_bytes
+from colibri_mp.shm.policy import Eviction
 from colibri_mp.shm.segment import Segment
 from colibri_mp.workers import core, expert_files
 from colibri_mp.workers.copies import Copy
@@ -126,7 +127,7 @@ def test_result_is_the_reference(model: Model, num_slots: int) -> None:
 def test_counters_are_those_of_a_plain_lru(model: Model) -> None:
     """Hits, misses and evictions of single tokens equal a simulation with an ordered dict; reads are counted in bytes."""
     cache: OrderedDict[int, None] = OrderedDict()
-    with running(model.config(5)) as worker:
+    with running(model.config(5, eviction=Eviction("lru"))) as worker:
         for seed in range(40):
             batch = random_batch(seed, 1)
             union = sorted(set(batch[1].ravel().tolist()))

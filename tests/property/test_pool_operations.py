@@ -1,6 +1,5 @@
 """Random operations on a pool against a plain model of caching, by last use or by decaying uses, that knows nothing of staging."""
 
-import secrets
 import sys
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -10,12 +9,13 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from segments import fresh_name
 
 from colibri_mp.errors import PoolError
 from colibri_mp.shm.layout import LayerSlots, SlotState, pool_bytes
 from colibri_mp.shm.policy import Eviction, LayerDemand, StagingDemand, plan_size
 from colibri_mp.shm.pool import ExpertPool, Held
-from colibri_mp.shm.segment import SHM_DIR, Segment, segment_name
+from colibri_mp.shm.segment import SHM_DIR, Segment
 from colibri_mp.shm.view import PoolView
 
 NUM_EXPERTS, FLOOR, NUM_STAGING, SLAB = 12, 2, 2, 4096
@@ -107,7 +107,7 @@ class PoolMachine(RuleBasedStateMachine):
     @initialize(eviction=st.sampled_from(EVICTIONS))
     def open(self, eviction: Eviction) -> None:
         self.eviction = eviction
-        self.segment = Segment.create(segment_name(secrets.token_hex(4), 0), pool_bytes(LAYERS, NUM_STAGING))
+        self.segment = Segment.create(fresh_name(), pool_bytes(LAYERS, NUM_STAGING))
         self.attach()
         self.layers = {entry.layer: LayerModel(entry, entry.num_slots, eviction) for entry in LAYERS}
         self.staging_limits = {demand.slab_bytes: demand.num_slots for demand in STAGING}

@@ -1,6 +1,5 @@
 """The simulated cache is the pool, and no policy passes the bound: random unions, those larger than a layer included."""
 
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -9,12 +8,13 @@ from typing import Any
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from segments import fresh_name
 
 from colibri_mp.errors import PoolError
 from colibri_mp.shm.layout import LayerSlots, pool_bytes
 from colibri_mp.shm.policy import Eviction
 from colibri_mp.shm.pool import ExpertPool, Held
-from colibri_mp.shm.segment import Segment, segment_name
+from colibri_mp.shm.segment import Segment
 from colibri_mp.simulate.cache import POLICIES, LayerCache
 
 LAYER, NUM_EXPERTS, SLAB_BYTES = 3, 10, 4096
@@ -143,7 +143,7 @@ class Both:
 def both(num_slots: int, floor: int, eviction: Eviction) -> Iterator[Both]:
     """A fresh pool on a segment, and its simulation."""
     slots = (LayerSlots(LAYER, NUM_EXPERTS, num_slots, SLAB_BYTES),)
-    with Segment.create(segment_name(secrets.token_hex(4), 0), pool_bytes(slots)) as segment:
+    with Segment.create(fresh_name(), pool_bytes(slots)) as segment:
         pool = ExpertPool(segment, slots, "a" * 64, floor=floor, eviction=eviction)
         yield Both(pool, LayerCache(num_slots, eviction.make(LAYER, NUM_EXPERTS, floor)))
         pool.check_integrity()

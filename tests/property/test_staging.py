@@ -1,16 +1,16 @@
 """Reading ahead changes when experts are read, never which a layer holds: a pool with staging beside one without."""
 
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from segments import fresh_name
 
 from colibri_mp.shm.layout import LayerSlots, pool_bytes
 from colibri_mp.shm.pool import ExpertPool, Held
-from colibri_mp.shm.segment import Segment, segment_name
+from colibri_mp.shm.segment import Segment
 from colibri_mp.shm.view import PoolView
 
 NUM_EXPERTS, FLOOR, NUM_STAGING = 10, 3, 2
@@ -26,7 +26,7 @@ unpins = st.tuples(st.just("unpin"), layer_ids, expert_ids)
 @contextmanager
 def opened(num_staging: int) -> Iterator[tuple[ExpertPool, PoolView]]:
     """A fresh pool and an observer."""
-    with Segment.create(segment_name(secrets.token_hex(4), 0), pool_bytes(LAYERS, num_staging)) as segment:
+    with Segment.create(fresh_name(), pool_bytes(LAYERS, num_staging)) as segment:
         pool = ExpertPool(segment, LAYERS, "b" * 64, floor=FLOOR, staging=num_staging)
         yield pool, PoolView(segment)
         pool.close()

@@ -6,7 +6,6 @@ import mmap
 import multiprocessing
 import os
 import resource
-import secrets
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -14,13 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from segments import fresh_name
 
 from colibri_mp.errors import PoolError
 from colibri_mp.shm import pages
 from colibri_mp.shm.layout import LayerSlots, pool_bytes
 from colibri_mp.shm.pages import PageLocks, lock_pages, punch_hole, unlock_pages
 from colibri_mp.shm.pool import ExpertPool
-from colibri_mp.shm.segment import SHM_DIR, Segment, segment_name
+from colibri_mp.shm.segment import SHM_DIR, Segment
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="holes are punched, and locks counted, on Linux only")
 PAGE = mmap.PAGESIZE
@@ -41,7 +41,7 @@ def address() -> Iterator[int]:
 @pytest.fixture
 def segment() -> Iterator[Segment]:
     """A segment with room for a pool of `LAYERS`."""
-    with Segment.create(segment_name(secrets.token_hex(4), 0), pool_bytes(LAYERS)) as segment:
+    with Segment.create(fresh_name(), pool_bytes(LAYERS)) as segment:
         yield segment
 
 
@@ -95,7 +95,7 @@ def pin_three(segment: Segment) -> tuple[int, str | None, list[int], list[int]]:
 
 def run_limited(limit: int, body: Callable[[Segment], object], result: Connection) -> None:
     """Body of a spawned process: run `body` as a user whom RLIMIT_MEMLOCK binds, and send what it returns."""
-    with Segment.create(segment_name(secrets.token_hex(4), 0), pool_bytes(LAYERS)) as segment:
+    with Segment.create(fresh_name(), pool_bytes(LAYERS)) as segment:
         segment.reserve(0, segment.nbytes)
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, limit))
         if os.geteuid() == 0:

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import secrets
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,12 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from segments import fresh_name
 
 from colibri_mp.errors import MemoryPlanError, PoolError
 from colibri_mp.shm.layout import SLOT, LayerSlots, SlotFlag, SlotState, plan_layout, pool_bytes
 from colibri_mp.shm.policy import Eviction, LayerDemand, StagingDemand, plan_size, plan_slots
 from colibri_mp.shm.pool import ExpertPool, Held
-from colibri_mp.shm.segment import Segment, segment_name
+from colibri_mp.shm.segment import Segment
 from colibri_mp.shm.view import PoolView
 
 SLAB = 4096
@@ -53,7 +53,7 @@ class Opened:
 @pytest.fixture
 def opened() -> Iterator[Opened]:
     """A fresh pool of layers 2 (3 of 8 experts) and 5 (all 6)."""
-    name = segment_name(secrets.token_hex(4), 0)
+    name = fresh_name()
     segment = Segment.create(name, pool_bytes(LAYERS))
     yield Opened(segment, ExpertPool(segment, LAYERS, FINGERPRINT, eviction=LRU))
     segment.close()
@@ -300,7 +300,7 @@ def test_observer_sees_residency(opened: Opened) -> None:
 
 def test_observer_of_no_pool_is_told(opened: Opened) -> None:
     """A segment that nobody has formatted yet is no pool."""
-    name = segment_name(secrets.token_hex(4), 1)
+    name = fresh_name()
     with Segment.create(name, 8192), pytest.raises(PoolError, match="no magic number"):
         PoolView.attach(name)
 

@@ -1,10 +1,10 @@
 """The bytes of a pool segment, written out by hand: a change of them needs a new layout version."""
 
-import secrets
 import struct
 
 import numpy as np
 import pytest
+from segments import fresh_name
 
 from colibri_mp.errors import PoolError
 from colibri_mp.shm.layout import (
@@ -19,7 +19,7 @@ from colibri_mp.shm.layout import (
     read_layout,
 )
 from colibri_mp.shm.pool import ExpertPool
-from colibri_mp.shm.segment import Segment, segment_name
+from colibri_mp.shm.segment import Segment
 
 LAYERS = (LayerSlots(3, 64, 2, 8192), LayerSlots(7, 32, 1, 4096), LayerSlots(9, 16, 3, 8192))
 NUM_STAGING = 1
@@ -52,7 +52,7 @@ def expected_tables() -> bytes:
 
 def test_bytes_of_a_used_pool() -> None:
     """Header and tables are these bytes exactly, and the rest up to the slabs is zero."""
-    with Segment.create(segment_name(secrets.token_hex(4), 0), pool_bytes(LAYERS, NUM_STAGING)) as segment:
+    with Segment.create(fresh_name(), pool_bytes(LAYERS, NUM_STAGING)) as segment:
         pool = ExpertPool(segment, LAYERS, FINGERPRINT, floor=1, staging=NUM_STAGING)
         for experts in ([9, 5], [9]):
             held = pool.acquire(3, experts)
@@ -98,7 +98,7 @@ def test_sizes_of_the_records() -> None:
 )
 def test_damaged_header_is_refused(offset: int, message: str) -> None:
     """Flipped bits in the magic number, version, sizes or layer table is an error that says so."""
-    with Segment.create(segment_name(secrets.token_hex(4), 0), pool_bytes(LAYERS, NUM_STAGING)) as segment:
+    with Segment.create(fresh_name(), pool_bytes(LAYERS, NUM_STAGING)) as segment:
         ExpertPool(segment, LAYERS, FINGERPRINT, staging=NUM_STAGING)
         segment.buffer[offset] ^= 0x81
         with pytest.raises(PoolError, match=message):

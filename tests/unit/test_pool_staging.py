@@ -1,19 +1,19 @@
 """The pool beside its steps: staging, pins, and its size."""
 
-import secrets
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from segments import fresh_name
 
 from colibri_mp.errors import PoolError
 from colibri_mp.shm.layer_pool import LayerPool, StagingCounters
 from colibri_mp.shm.layout import LayerSlots, SlotFlag, SlotState, pool_bytes, slot_table_in
 from colibri_mp.shm.policy import Eviction
 from colibri_mp.shm.pool import ExpertPool, Held
-from colibri_mp.shm.segment import SHM_DIR, Segment, segment_name
+from colibri_mp.shm.segment import SHM_DIR, Segment
 from colibri_mp.shm.slots import Slots
 from colibri_mp.shm.view import PoolView
 
@@ -85,7 +85,7 @@ class Opened:
 @pytest.fixture
 def opened() -> Iterator[Opened]:
     """A fresh pool: 3 slots for layer 2 and 5 for layer 5 of one slab size, 6 for layer 6 of another, 2 each for staging."""
-    segment = Segment.create(segment_name(secrets.token_hex(4), 0), pool_bytes(LAYERS, STAGING))
+    segment = Segment.create(fresh_name(), pool_bytes(LAYERS, STAGING))
     yield Opened(segment)
     segment.close()
     segment.unlink()

@@ -3,7 +3,6 @@
 import errno
 import multiprocessing
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from segments import fresh_name
 
 from colibri_mp.errors import PoolError
 from colibri_mp.shm.segment import SHM_DIR, Segment, free_shm_bytes, segment_name, unlink_stale
@@ -31,7 +31,7 @@ def exists(name: str) -> bool:
 @pytest.fixture
 def name() -> Iterator[str]:
     """A name that no other run uses; the segment must be gone at the end."""
-    name = segment_name(secrets.token_hex(4), 0)
+    name = fresh_name()
     yield name
     assert not exists(name)
 
