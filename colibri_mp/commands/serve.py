@@ -2,6 +2,8 @@
 
 import argparse
 import dataclasses
+import signal
+import sys
 from typing import Any
 
 from colibri_mp.commands.arguments import Verbs, add_verb
@@ -17,6 +19,7 @@ def serve(args: argparse.Namespace) -> int:
     config = ServerConfig(**_server_settings(args))
     key = config.read_key()
     open_cluster = cluster_opener(args, client="server")
+    signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(0))  # until the server has handlers of its own
     listener = bind(config.host, config.port)
     url = url_of(listener)
     say(f"listening on {url}; stop with Ctrl-C")

@@ -30,7 +30,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
 @contextmanager
 def pressed_cluster() -> Iterator[Cluster]:
     """Two workers whose pools hold all experts."""
-    with Cluster.launch(MODEL, num_workers=2, num_threads=1, ctx=512, name="pressed") as running:
+    with Cluster.launch(MODEL, num_workers=2, num_threads=1, ctx=512, name="pressed", prefix_cache="off") as running:
         answer(running)
         yield running
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from fake_machine import FakeMachine
+from segments import segments_of
 
 from colibri_mp import Cluster, rundir
 from colibri_mp.errors import ColibriError, CoordinatorDied, WorkerDied
@@ -47,7 +48,8 @@ def nothing_left(processes: list[psutil.Process], run_folder: Path) -> None:
     """Processes, segments and the run directory go by themselves."""
     wait_until(all_gone(processes), CLEAN_S, f"end of {processes}")
     wait_until(lambda: not list(run_folder.iterdir()), CLEAN_S, "removal of the run directory")
-    wait_until(lambda: not list(Path("/dev/shm").glob("colibri-*")), CLEAN_S, "removal of shared memory")
+    pids = [process.pid for process in processes]
+    wait_until(lambda: not segments_of(pids), CLEAN_S, "removal of shared memory")
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
@@ -228,6 +230,6 @@ def test_leftovers_of_a_killed_cluster_are_cleaned_at_the_next_start(run_folder:
     with Cluster.launch(MODEL, **SETTINGS, name="next") as fresh:
         assert fresh.generate([1, 2], max_tokens=2).finish_reason == "length"
         assert list(rundir.running()) == ["next"]
-        segments = {path.name for path in Path("/dev/shm").glob("colibri-*")}
-        assert len(segments) == 2
+        assert len(segments_of([fresh.stats()["pid"]])) == 2
+        assert not segments_of(process.pid for process in processes)
     assert not list(run_folder.iterdir())
