@@ -2,11 +2,13 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -23,6 +25,15 @@ MODEL = Path(__file__).parents[1] / "golden" / "tiny" / "qwen3_moe"
 SETTINGS = {"num_workers": 2, "num_threads": 1, "ctx": 512}
 NOTICE_S = 2.0
 CLEAN_S = 6.0
+
+
+@pytest.fixture
+def run_folder(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A run folder for each test: clusters that other tests keep are not in it."""
+    folder = Path(tempfile.mkdtemp(prefix="cmp-"))
+    monkeypatch.setenv("COLIBRI_RUN_DIR", str(folder))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
