@@ -155,26 +155,16 @@ class Link:
 Waitable: TypeAlias = Listener | Link | Departures | int
 
 
-class Waiter:
-    """Waits for any of some sources; made once where the same ones are waited for in every step."""
-
-    def __init__(self, sources: Sequence[Waitable]) -> None:
-        self._poller = zmq.Poller()
-        self._by_key: dict[object, Waitable] = {}
-        for source in sources:
-            key = source if isinstance(source, int) else source.socket
-            self._by_key[key] = source
-            self._poller.register(key, zmq.POLLIN)
-
-    def wait(self, timeout_s: float | None) -> list[Waitable]:
-        """The sources that are readable, after at most `timeout_s`."""
-        ready = self._poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
-        return [self._by_key[key] for key, _ in ready]
-
-
 def wait(sources: Sequence[Waitable], timeout_s: float | None) -> list[Waitable]:
     """The sources that are readable, after at most `timeout_s`; an int is a file descriptor."""
-    return Waiter(sources).wait(timeout_s)
+    poller = zmq.Poller()
+    by_key: dict[object, Waitable] = {}
+    for source in sources:
+        key = source if isinstance(source, int) else source.socket
+        by_key[key] = source
+        poller.register(key, zmq.POLLIN)
+    ready = poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
+    return [by_key[key] for key, _ in ready]
 
 
 def _send(socket: "zmq.Socket[bytes]", frames: Sequence[Frame]) -> None:

@@ -108,22 +108,18 @@ def measure(model: str, settings: dict[str, Any], args: argparse.Namespace) -> d
         }
 
 
-def main() -> int:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
+def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
+    """How to launch; `cluster_settings` reads them."""
     parser.add_argument("--ram", default="auto", help="a size, or a share of the checkpoint such as 40%%")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--ctx", type=int, default=1024)
     parser.add_argument("--io", default="buffered")
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--decode-after", type=int, default=16, help="prompt tokens before decoding is timed")
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--drop-cache", action="store_true")
-    args = parser.parse_args()
-    folder = Path(args.model)
+    parser.add_argument("--drop-cache", action="store_true", help="have the system forget the checkpoint's pages first")
+
+
+def cluster_settings(args: argparse.Namespace, folder: Path) -> tuple[int, dict[str, Any]]:
+    """Bytes of the checkpoint, and the settings of `Cluster.launch`; forgets the checkpoint's pages if asked to."""
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     ram: int | str = args.ram
     if args.ram.endswith("%"):
@@ -133,6 +129,21 @@ def main() -> int:
     if args.drop_cache:
         forget_pages(folder)
     settings = {"ram": ram, "num_workers": args.workers, "num_threads": args.threads, "ctx": args.ctx, "io": args.io}
+    return stored, settings
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    add_cluster_flags(parser)
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--decode-after", type=int, default=16, help="prompt tokens before decoding is timed")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--repeat", type=int, default=5)
+    args = parser.parse_args()
+    folder = Path(args.model)
+    stored, settings = cluster_settings(args, folder)
     result = {"model": args.model, "stored_bytes": stored, "cold": args.drop_cache}
     result["memory_read_gb_s"] = memory_read(args.threads or usable_cores()[0])
     result.update(measure(args.model, settings, args))

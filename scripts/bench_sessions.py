@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from bench_model import ForeignCpu, forget_pages, median
+from bench_model import ForeignCpu, add_cluster_flags, cluster_settings, median
 
 from colibri_mp import Cluster
 from colibri_mp.checkpoint.source import Checkpoint
-from colibri_mp.config import parse_size
 from colibri_mp.messages import Failed, Piece
 from colibri_mp.models import load_model
 from colibri_mp.plan_terms import resident_bytes
@@ -131,24 +130,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--sessions", type=int, default=8)
-    parser.add_argument("--ram", default="auto", help="a size, or a share of the checkpoint such as 40%%")
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--ctx", type=int, default=1024)
-    parser.add_argument("--io", default="buffered")
+    add_cluster_flags(parser)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--drop-cache", action="store_true", help="have the system forget the checkpoint's pages first")
     args = parser.parse_args()
-    stored = sum(path.stat().st_size for path in args.model.glob("*.safetensors"))
-    ram: int | str = args.ram
-    if args.ram.endswith("%"):
-        ram = int(stored * float(args.ram[:-1]) / 100)
-    elif args.ram != "auto":
-        ram = parse_size(args.ram)
-    if args.drop_cache:
-        forget_pages(args.model)
-    settings = {"ram": ram, "num_workers": args.workers, "num_threads": args.threads, "ctx": args.ctx, "io": args.io}
+    stored, settings = cluster_settings(args, args.model)
     print(json.dumps({"model": str(args.model), "stored_bytes": stored, **measure(args.model, settings, args)}))
     return 0
 

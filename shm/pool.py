@@ -103,12 +103,8 @@ class ExpertPool:
         """
         pool = self._layer(layer)
         union = sorted(set(expert_ids))
-        try:
-            found = list(map(pool.slot_of.__getitem__, union))
-            is_ready = not pool.loading or pool.loading.isdisjoint(found)
-        except KeyError:
-            is_ready = False
-        if is_ready:
+        found = self.find(layer, union)
+        if found is not None:
             self._slots.hold(pool, union, found)
             held = Held(layer, union, found, [], [], [], [], [], 0, 0, 0)
         else:
@@ -118,13 +114,12 @@ class ExpertPool:
 
     def find(self, layer: int, expert_ids: Iterable[int]) -> list[int] | None:
         """Slots of experts that are all in memory; None if one is not, or is being read. Changes nothing."""
-        pool = self._layers.get(layer)
-        if pool is None or pool.loading:
-            return None
+        pool = self._layer(layer)
         try:
-            return list(map(pool.slot_of.__getitem__, expert_ids))
+            found = list(map(pool.slot_of.__getitem__, expert_ids))
         except KeyError:
             return None
+        return found if not pool.loading or pool.loading.isdisjoint(found) else None
 
     def mark_ready(self, slot: int, generation: int) -> None:
         """The slab's bytes are complete. `PoolError` if the slot is not LOADING under this generation."""

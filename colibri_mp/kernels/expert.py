@@ -156,7 +156,7 @@ class ExpertStage:
         """Partial results of some experts: ids int32 [n], addresses int64 [n] of their slabs, 64-aligned, unchanged until this returns."""
         self._set_experts(expert_ids, slab_addresses)
         self._rows_done += count_rows(self._expert_ids, len(expert_ids), self._starts)
-        self._team.run(COMPUTE_STAGE, self._compute, max_helpers=self._helpers_for(len(expert_ids)))
+        self._team.run(COMPUTE_STAGE, self._compute, max_helpers=self._helpers_for(len(expert_ids), self._num_tokens))
 
     def finish(self, out: npt.NDArray[np.float32]) -> None:
         """out [T, D] = the weighted sums; every routed expert must have been computed, once."""
@@ -177,7 +177,7 @@ class ExpertStage:
         self._set_inputs(x, ids, weights)
         self._set_experts(expert_ids, slab_addresses)
         self._set_output(out)
-        self._team.run(STEP_STAGE, self._frame, max_helpers=self._helpers_for(len(expert_ids)))
+        self._team.run(STEP_STAGE, self._frame, max_helpers=self._helpers_for(len(expert_ids), self._num_tokens))
         self._rows_done = count_rows(self._expert_ids, len(expert_ids), self._starts)
         self._check_complete()
 
@@ -222,9 +222,9 @@ class ExpertStage:
             f"{self._rows_done} of {self._num_rows[0]} (token, expert) rows were computed"
         )
 
-    def _helpers_for(self, num_experts: int) -> int | None:
+    def _helpers_for(self, num_experts: int, num_tokens: int) -> int | None:
         """How many helpers to wake, None: all."""
-        return 0 if num_experts * self.shape.nbytes * self._num_tokens < ALONE_BYTES else None
+        return 0 if num_experts * self.shape.nbytes * num_tokens < ALONE_BYTES else None
 
 
 class BoundStep:
@@ -234,12 +234,11 @@ class BoundStep:
         self._stage, self._arrays = stage, arrays  # kept alive: the frame has their addresses
         self._frame = stage._frame.copy()
         self._num_experts = self._frame["compute"]["num_experts"]
-        self._row_bytes = stage.shape.nbytes * len(arrays[0])
+        self._num_tokens = len(arrays[0])
 
     def run(self, expert_ids: Sequence[int], slab_addresses: npt.NDArray[np.int64]) -> None:
         """Ids of the distinct experts in the ids that are bound now, int64 [n] addresses of their slabs."""
         stage, num_experts = self._stage, len(expert_ids)
         stage._expert_ids[:num_experts], stage._slabs[:num_experts] = expert_ids, slab_addresses
         self._num_experts[0] = num_experts
-        alone = num_experts * self._row_bytes < ALONE_BYTES
-        stage._team.run(STEP_STAGE, self._frame, max_helpers=0 if alone else None)
+        stage._team.run(STEP_STAGE, self._frame, max_helpers=stage._helpers_for(num_experts, self._num_tokens))
