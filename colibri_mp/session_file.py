@@ -11,9 +11,7 @@ Files are written whole or not at all, and read in one pass: nothing of a file c
 import json
 import os
 import struct
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,6 +23,7 @@ from numpy.typing import NDArray
 
 from colibri_mp.errors import SessionError, WriteError
 from colibri_mp.kernels.kv_cache import BLOCK_TOKENS
+from colibri_mp.user_cache import replacing
 
 MAGIC = b"CLBRSESS"
 VERSION = 1
@@ -70,7 +69,7 @@ def write_session(
     start = _START.pack(MAGIC, VERSION, len(header)) + header + np.array(token_ids, "<i4").tobytes()
     checksum = xxhash.xxh3_128(start)
     try:
-        with _replacing(path) as file:
+        with replacing(path, sync=True) as file:
             file.write(start)
             for block in blocks:
                 checksum.update(block.data)
@@ -146,19 +145,3 @@ class _Reader:
 
     def _damaged(self, how: str) -> SessionError:
         return SessionError(f"the session file {self._path} is damaged: {how}; save it again")
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that gets the name `path` when the block ends well, on the disk by then."""
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")
-    try:
-        with os.fdopen(fd, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(fd)
-        Path(temporary).replace(path)
-    except BaseException:
-        with suppress(OSError):
-            Path(temporary).unlink()
-        raise

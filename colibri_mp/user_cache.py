@@ -11,8 +11,10 @@ All of it can be removed at any time.
 import os
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 
 def user_cache_dir() -> Path:
@@ -30,10 +32,23 @@ def replace_file(path: Path, content: bytes) -> None:
     Raises OSError; nothing is left behind then.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with replacing(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def replacing(path: Path, sync: bool = False) -> Iterator[BinaryIO]:
+    """A new file (0600) that gets the name `path` when the block ends well; `sync`: and is on the disk by then.
+
+    Raises OSError; nothing is left behind then, or when the block raises.
+    """
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")
     try:
         with os.fdopen(fd, "wb") as file:
-            file.write(content)
+            yield file
+            if sync:
+                file.flush()
+                os.fsync(fd)
         Path(temporary).replace(path)
     except BaseException:
         with suppress(OSError):

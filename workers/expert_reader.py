@@ -159,9 +159,7 @@ class ExpertReader:
     # ── checksums ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _is_to_check(self, plan: LayerPlan, expert: int) -> bool:
-        """Whether an expert is checked however its file is."""
-        if plan.layer.checksums is None or self._verify == "off":
-            return False
+        """Whether an expert with a checksum is held against it, however its file is."""
         return self._verify == "always" or not self._verified[plan.layer.layer][expert]
 
     def _check(self, plan: LayerPlan, expert: int, slab: Bytes, scratch: memoryview, expected: int) -> None:
