@@ -22,7 +22,8 @@ def affine(bits: int, group_size: int, scale: str) -> Encoding:
 
 
 BF16, F16, F32 = Encoding("bf16"), Encoding("f16"), Encoding("f32")
-NVFP4 = Encoding("nvfp4", 4, 16, "u8")
+NVFP4, MXFP4, MXFP8 = Encoding("nvfp4", 4, 16, "u8"), Encoding("mxfp4", 4, 32, "u8"), Encoding("mxfp8", 8, 32, "u8")
+FP8 = Encoding("fp8", 8, 128, "f32")
 FORMATS = (
     affine(4, 64, "bf16"),
     affine(4, 32, "f16"),
@@ -32,6 +33,13 @@ FORMATS = (
     BF16,
     F16,
     F32,
+    MXFP4,
+    MXFP8,
+    FP8,
+    affine(2, 64, "bf16"),
+    affine(3, 32, "f16"),
+    affine(5, 128, "bf16"),
+    affine(6, 32, "bf16"),
 )
 """Each group size, scale type, code width and dense type at least once: every one costs a compilation."""
 
@@ -53,8 +61,11 @@ def random_parts(rng: np.random.Generator, encoding: Encoding, rows: int, cols: 
     if not encoding.group_size:
         return [stored(rng.standard_normal((rows, cols)) / np.sqrt(cols), encoding.kind)]
     codes = rng.integers(0, 256, sizes[0], np.uint8)
-    if encoding.kind == "mxfp8":
-        codes %= 120  # positive, no NaN
+    if encoding.kind in ("mxfp8", "fp8"):
+        codes &= 0xF7  # no NaN
+    if encoding.kind == "fp8":
+        scales = rng.uniform(0.5, 1.5, encoding.groups(rows, cols)) / 100 / np.sqrt(cols)
+        return [codes, stored(scales, encoding.scale)]
     if encoding.scale == "u8":
         low = {"mxfp4": 118, "nvfp4": 20, "mxfp8": 116}[encoding.kind]
         return [codes, rng.integers(low, low + 6, sizes[1]).astype(np.uint8)]

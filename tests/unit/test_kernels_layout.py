@@ -4,20 +4,29 @@ import hashlib
 
 import numpy as np
 import pytest
-from kernel_cases import BF16, F16, F32, NVFP4, affine, packed, random_matrix, random_parts
+from kernel_cases import BF16, F16, F32, FP8, MXFP4, MXFP8, NVFP4, affine, packed, random_matrix, random_parts
 
 from colibri_mp.formats import Encoding, Format
 from colibri_mp.kernels import layout, reference
 from colibri_mp.kernels.team import aligned_bytes
 
 ENCODINGS = (
-    BF16, F16, F32, NVFP4, Encoding("mxfp4", 4, 32, "u8"), Encoding("mxfp8", 8, 32, "u8"),
+    BF16, F16, F32, NVFP4, MXFP4, MXFP8, FP8, Encoding("fp8", 8, 128, "bf16"),
     affine(4, 64, "bf16"), affine(4, 32, "f16"), affine(4, 128, "f32"), affine(8, 64, "bf16"), affine(8, 32, "f32"),
     affine(2, 64, "bf16"), affine(3, 32, "bf16"), affine(5, 64, "f16"), affine(6, 32, "bf16"),
 )  # fmt: skip
 SHAPES = ((16, 128), (40, 384), (1, 256), (33, 128))
+TILED_SHAPES = (*SHAPES, (160, 64), (72, 320), (257, 136))
 DENSE_SHAPES = (*SHAPES, (5, 20), (17, 65), (3, 1))
-CASES = [(encoding, shape) for encoding in ENCODINGS for shape in (SHAPES if encoding.group_size else DENSE_SHAPES)]
+
+
+def _shapes(encoding: Encoding) -> tuple[tuple[int, int], ...]:
+    if encoding.kind == "fp8":
+        return TILED_SHAPES
+    return SHAPES if encoding.group_size else DENSE_SHAPES
+
+
+CASES = [(encoding, shape) for encoding in ENCODINGS for shape in _shapes(encoding)]
 
 
 @pytest.mark.parametrize(("encoding", "shape"), CASES, ids=str)
