@@ -13,6 +13,7 @@ from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.checkpoint.source import Checkpoint
 from colibri_mp.config import LaunchConfig
 from colibri_mp.kernels import expert
+from colibri_mp.kernels.activations import form
 from colibri_mp.kernels.attention import AttentionStage
 from colibri_mp.kernels.head import HeadStage
 from colibri_mp.kernels.kv_cache import num_blocks_for
@@ -168,6 +169,6 @@ class Sizes:
 
 
 def _num_forms(model: ModelSpec) -> int:
-    """Group sizes that the projections of one layer's attention mix, plain ones counting as one."""
+    """Forms of prepared rows that the projections of one layer's attention mix (`kernels.activations`)."""
     tensors = (layer.tensors for layer in model.layers)
-    return max(len({matrix.encoding.group_size for matrix in (t.q, t.k, t.v, t.o)}) for t in tensors)
+    return max(len({form(matrix.encoding.format) for matrix in (t.q, t.k, t.v, t.o)}) for t in tensors)
