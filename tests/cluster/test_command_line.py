@@ -186,7 +186,7 @@ def test_unwritable_home(tmp_path: Path) -> None:
     compiled = prepare_cache().path
     other_place = tmp_path / f"colibri-mp-{os.getuid()}"
     other_place.mkdir(mode=0o700)
-    (other_place / compiled.name).symlink_to(compiled)  # as if it had been started before: compiling takes half a minute
+    (other_place / compiled.name).symlink_to(compiled)  # as if it had run before: compiling takes half a minute
     env = {
         "HOME": str(blocked),
         "XDG_CACHE_HOME": str(blocked / "cache"),
