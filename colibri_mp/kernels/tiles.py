@@ -261,9 +261,7 @@ def _group_dots_float(builder: Any, words: Any, xs: Sequence[Any], codes: _Codes
     sums = [constant(V16F, 0.0)] * len(xs)
     for column in range(codes.group):
         unit, byte = column // 8 * 2 + column % 2, column % 8 // 2
-        found = _unit_codes(
-            builder, lambda index: load(builder, offset(builder, words, 64 * index), V16I), codes, unit
-        )
+        found = _unit_codes(builder, lambda index: load(builder, offset(builder, words, 64 * index), V16I), codes, unit)
         shifted = builder.lshr(found, constant(V16I, 8 * byte)) if byte else found
         code = builder.and_(shifted, constant(V16I, 255))
         value = _fp4_floats(builder, code) if codes.is_fp4 else builder.sitofp(code, V16F)
