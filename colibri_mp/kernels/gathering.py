@@ -47,8 +47,7 @@ def _field(words: int, lane: int, unit: int, byte: int, width: int) -> int:
     """The bits of one code in the words of a part (`layout`)."""
     units_a_word = 8 // width
     stored = np.int64(get_u8(words + (unit // units_a_word * 16 + lane) * 4 + byte))
-    found: int = stored >> (width * (unit % units_a_word)) & ((1 << width) - 1)
-    return found
+    return int(stored >> (width * (unit % units_a_word)) & ((1 << width) - 1))
 
 
 @compiled
