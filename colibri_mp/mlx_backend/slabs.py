@@ -63,8 +63,8 @@ class SlabMatrix:
             return [to_device(reference.unpack(self.format, self.rows, self.cols, packed))]
         elements = to_device(packed.view(np.uint16 if self.format.kind != "f32" else np.uint32))
         columns = elements.view(_TYPES[self.format.kind]).reshape(layout.num_blocks(self.rows), -1, BLOCK_ROWS)
-        values = columns.transpose(0, 2, 1).reshape(-1, columns.shape[1])
-        return [values[: self.rows, : self.cols].astype(mx.float32)]
+        values = columns.astype(mx.float32).transpose(0, 2, 1).reshape(-1, columns.shape[1])
+        return [values[: self.rows, : self.cols]]
 
 
 def _grouped(matrix: SlabMatrix, packed: Bytes) -> list[mx.array]:
@@ -74,13 +74,20 @@ def _grouped(matrix: SlabMatrix, packed: Bytes) -> list[mx.array]:
     blocks = layout.num_blocks(rows)
     records = to_device(packed.view(np.uint32)).reshape(blocks, sizes.num_steps, -1)
     codes = records[:, :, : num_words * BLOCK_ROWS]
-    if matrix.bits == 4:
-        words = codes.reshape(blocks, -1, num_words, BLOCK_ROWS).transpose(0, 3, 1, 2)
-        words = words.reshape(blocks * BLOCK_ROWS, -1)
-    else:  # a pair of words has the even, then the odd ones of 8 columns
-        pairs = mx.contiguous(codes).view(mx.uint8).reshape(blocks, -1, num_words // 2, 2, BLOCK_ROWS, 4)
-        words = pairs.transpose(0, 4, 1, 2, 5, 3).reshape(blocks * BLOCK_ROWS, -1).view(mx.uint32)
+    words = codes.reshape(blocks, -1, num_words, BLOCK_ROWS)
+    if matrix.bits == 8:
+        words = _in_order(words)
+    words = words.transpose(0, 3, 1, 2).reshape(blocks * BLOCK_ROWS, -1)
     factors = mx.contiguous(records[:, :, num_words * BLOCK_ROWS :]).view(_TYPES[matrix.format.scale])
     factors = factors.reshape(blocks, -1, 2, BLOCK_ROWS).transpose(2, 0, 3, 1).astype(mx.float32)
     scales, biases = factors.reshape(2, blocks * BLOCK_ROWS, -1)
     return [words[:rows], scales[:rows], biases[:rows]]
+
+
+def _in_order(words: mx.array) -> mx.array:
+    """Pairs of words [..., n, 16], the even and the odd ones of 8 columns, as two words of 4 columns each."""
+    pairs = words.reshape(*words.shape[:-2], -1, 2, BLOCK_ROWS)
+    even, odd = pairs[..., 0, :], pairs[..., 1, :]
+    low = (even & 0xFF) | (odd & 0xFF) << 8 | (even & 0xFF00) << 8 | (odd & 0xFF00) << 16
+    high = (even >> 16 & 0xFF) | (odd >> 16 & 0xFF) << 8 | (even >> 24) << 16 | (odd >> 24) << 24
+    return mx.stack([low, high], axis=-2).reshape(words.shape)
