@@ -8,7 +8,8 @@ was: a hit saves the way to the device, never a read.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import mlx.core as mx
 import numpy as np
@@ -48,17 +49,22 @@ class Bank:
 
 
 class ExpertTier:
-    """The experts of `layers`, which have one shape and `num_experts` each, in `num_slots` slots. One thread calls it."""
+    """The experts of some layers of one shape, in `num_slots` slots, no more than there are experts. One thread calls it.
 
-    def __init__(self, shape: ExpertShape, layers: Sequence[int], num_experts: int, num_slots: int, top_k: int) -> None:
-        self.shape, self.num_slots = shape, min(num_slots, len(layers) * num_experts)
+    `num_experts`: of each layer.
+    """
+
+    def __init__(self, shape: ExpertShape, num_experts: Mapping[int, int], num_slots: int, top_k: int) -> None:
+        total = sum(num_experts.values())
+        self.shape, self.num_slots = shape, min(num_slots, total)
         self.num_hits = self.num_uploads = 0
         self.gate, self.up, self.down = (Bank(matrix, self.num_slots) for matrix in matrices(shape))
         self.biases = [mx.zeros((self.num_slots, size)) for size in bias_sizes(shape)]
-        self._first_key = {layer: i * num_experts for i, layer in enumerate(layers)}
+        starts = accumulate(num_experts.values(), initial=0)
+        self._first_key = dict(zip(num_experts, starts, strict=False))
         self._slot_of: dict[int, int] = {}
         self._free = list(range(self.num_slots))
-        self._policy = Lrfu(len(layers) * num_experts, HALF_LIFE_TOKENS * top_k * len(layers))
+        self._policy = Lrfu(total, HALF_LIFE_TOKENS * top_k * len(num_experts))
 
     def place(self, layer: int, experts: Sequence[int], addresses: NDArray[np.int64]) -> list[int]:
         """The slots of distinct experts, `num_slots` at most, whose slabs are at `addresses`; until the next call."""
@@ -106,3 +112,10 @@ def bias_sizes(shape: ExpertShape) -> tuple[int, ...]:
 def slot_bytes(shape: ExpertShape) -> int:
     """What an expert takes on the device, for the memory plan."""
     return sum(matrix.device_bytes for matrix in matrices(shape)) + 4 * sum(bias_sizes(shape))
+
+
+def tier_slots(num_experts: Mapping[ExpertShape, int], device_bytes: int) -> dict[ExpertShape, int]:
+    """The slots of a tier for each shape: shares of `device_bytes` in proportion to what its experts take, one slot at least."""
+    whole = {shape: count * slot_bytes(shape) for shape, count in num_experts.items()}
+    share = min(1.0, device_bytes / sum(whole.values()))
+    return {shape: max(1, int(count * share)) for shape, count in num_experts.items()}

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from expert_checkpoint import Q4, Q8, random_experts, slabs_of, write
+from expert_checkpoint import Q4, Q8
 
 pytest.importorskip("mlx.core", reason="mlx is not installed: pip install 'colibri-mp[mlx]'")
 
@@ -37,7 +37,10 @@ def random_parts(encoding: Encoding, rows: int, cols: int) -> list[np.ndarray]:
         return [np.ascontiguousarray(kinds[encoding.kind]).view(np.uint8)]
     codes = rng.integers(0, 256, sizes[0], dtype=np.uint8)
     if encoding.scale == "u8":
-        return [codes, rng.integers(120, 126, sizes[1], dtype=np.uint8) if encoding.kind != "nvfp4" else codes[: sizes[1]] & 63]
+        return [
+            codes,
+            rng.integers(120, 126, sizes[1], dtype=np.uint8) if encoding.kind != "nvfp4" else codes[: sizes[1]] & 63,
+        ]
     factors = rng.standard_normal((2, sizes[1] // (2 if encoding.scale == "bf16" else 4))).astype(np.float32) / 16
     stored = [row.view(np.uint16)[1::2] if encoding.scale == "bf16" else row for row in factors]
     return [codes, *(np.ascontiguousarray(row).view(np.uint8) for row in stored)]
@@ -82,7 +85,7 @@ def stage_and_reference(shape: ExpertShape, encodings: list[Encoding], num_slots
             values.append(biases)
         slabs.append(slab)
         matrices.append(tuple(values))
-    tier = ExpertTier(shape, (2, 5), 6, num_slots, 2)
+    tier = ExpertTier(shape, {2: 6, 5: 6}, num_slots, 2)
     return MlxExpertStage(tier, 5, 8, 2), slabs, matrices
 
 
