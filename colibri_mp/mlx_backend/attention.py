@@ -38,7 +38,7 @@ class Attention:
         self._q_norm, self._k_norm = reader.optional(tensors.q_norm), reader.optional(tensors.k_norm)
         self._sinks = reader.optional(tensors.sinks)
         row = (spec.num_kv_heads, spec.head_dim)
-        self.paged = (PagedArray(num_blocks, row), PagedArray(num_blocks, row))
+        self.paged: tuple[PagedArray, ...] = (PagedArray(num_blocks, row), PagedArray(num_blocks, row))
 
     def __call__(self, x: mx.array, batch: Batch) -> mx.array:
         """x [T, D] -> x + attention(norm(x)); stores keys and values in the cache."""

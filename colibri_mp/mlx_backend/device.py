@@ -5,6 +5,7 @@ device (0.32). Out of it nothing is: where host and device share memory numpy se
 """
 
 import os
+from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
@@ -25,7 +26,7 @@ def prepare() -> None:
 
 def describe() -> str:
     """What MLX computes on here, for notes."""
-    return f"MLX {mx.__version__}, {'CPU' if mx.default_device() == mx.Device(mx.cpu) else 'GPU'} device"
+    return f"MLX {version('mlx')}, {'CPU' if mx.default_device() == mx.Device(mx.cpu) else 'GPU'} device"
 
 
 def to_device(array: NDArray[Any]) -> mx.array:

@@ -11,6 +11,7 @@ Activations are float32, and so is every product and sum: MLX widens nothing by 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -28,7 +29,11 @@ BITS = (2, 3, 4, 5, 6, 8)
 """Affine quantisation that MLX computes with."""
 WIDENED_BYTES = 32 << 20
 """Float32 memory that a product with a 16-bit matrix takes beside it, at most."""
-_ELEMENTS = {"bf16": (np.uint16, mx.bfloat16), "f16": (np.uint16, mx.float16), "f32": (np.uint32, mx.float32)}
+_ELEMENTS: dict[str, tuple[type[np.uint16 | np.uint32], mx.Dtype]] = {
+    "bf16": (np.uint16, mx.bfloat16),
+    "f16": (np.uint16, mx.float16),
+    "f32": (np.uint32, mx.float32),
+}
 
 
 def is_native(encoding: Encoding) -> bool:
@@ -40,7 +45,10 @@ def is_native(encoding: Encoding) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """A matrix [rows, cols] on the device. `mode` "": `weight` is [rows, cols] elements; else words of codes, as `mx.quantize` makes them."""
+    """A matrix [rows, cols] on the device.
+
+    `mode` "": `weight` is [rows, cols] elements; else words of codes, as `mx.quantize` makes them.
+    """
 
     rows: int
     cols: int
@@ -54,6 +62,7 @@ class Matrix:
     def __call__(self, x: mx.array) -> mx.array:
         """x [..., cols] float32 -> x W^T [..., rows]."""
         if self.mode:
+            assert self.scales is not None
             return mx.quantized_matmul(
                 x, self.weight, self.scales, self.biases, transpose=True,
                 group_size=self.group_size, bits=self.bits, mode=self.mode,
@@ -118,6 +127,6 @@ def _elements(part: Bytes, kind: str) -> mx.array:
     return to_device(_typed(part, host)).view(device)
 
 
-def _typed(part: Bytes, dtype: type[np.generic]) -> NDArray[np.generic]:
+def _typed(part: Bytes, dtype: type[np.uint16 | np.uint32]) -> NDArray[Any]:
     """Stored bytes, which may begin anywhere, as numbers."""
     return np.ascontiguousarray(part).view(dtype)

@@ -32,18 +32,18 @@ class Router:
 
 def choose(logits: Floats, correction: Floats | None, spec: RouterSpec) -> tuple[Ints, Floats]:
     """The chosen experts [T, K], ascending, -1 where top-p drops one; and their weights [T, K]."""
-    scores = _softmax(logits) if spec.scoring == "softmax" else 1 / (1 + np.exp(-logits))
-    choice = scores if correction is None else scores + correction
+    scores: Floats = _softmax(logits) if spec.scoring == "softmax" else np.asarray(1 / (1 + np.exp(-logits)))
+    choice: Floats = scores if correction is None else np.asarray(scores + correction)
     if spec.kept_groups < spec.num_groups:
         choice = _in_kept_groups(choice, spec)
     ids = np.argsort(-choice, axis=-1, kind="stable")[:, : spec.top_k]
-    weights = np.take_along_axis(scores, ids, axis=-1)
+    weights: Floats = np.take_along_axis(scores, ids, axis=-1)
     if spec.top_p < 1:
         ids, weights = _without_rest(ids, weights, spec.top_p)
     by_id = np.argsort(ids, axis=-1, kind="stable")
     ids, weights = np.take_along_axis(ids, by_id, axis=-1), np.take_along_axis(weights, by_id, axis=-1)
     if spec.norm_topk_prob:
-        weights = weights / weights.sum(axis=-1, keepdims=True)
+        weights = np.asarray(weights / weights.sum(axis=-1, keepdims=True))
     return np.ascontiguousarray(ids, np.int32), np.ascontiguousarray(weights * np.float32(spec.scaling), np.float32)
 
 

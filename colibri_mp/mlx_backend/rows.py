@@ -1,6 +1,7 @@
 """What several parts of a layer need of rows: norms, rotary embedding, and which rows of a step are of one sequence."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -45,5 +46,5 @@ def runs(batch: Batch) -> Iterator[Run]:
     """The rows of a step by sequence."""
     same = (np.diff(batch.sequence_idx) == 0) & (np.diff(batch.positions) == 1)
     starts = [0, *(np.flatnonzero(~same) + 1).tolist(), len(batch.positions)]
-    for first, end in zip(starts, starts[1:], strict=False):
+    for first, end in pairwise(starts):
         yield Run(first, end, int(batch.sequence_idx[first]), int(batch.positions[first]))

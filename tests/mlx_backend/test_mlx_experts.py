@@ -32,18 +32,22 @@ def random_parts(encoding: Encoding, rows: int, cols: int) -> list[np.ndarray]:
     rng = np.random.default_rng([rows, cols, encoding.bits])
     sizes = encoding.part_bytes(rows, cols)
     if not encoding.group_size:
-        values = rng.standard_normal(rows * cols).astype(np.float32)
-        kinds = {"bf16": values.view(np.uint16)[1::2], "f16": values.astype(np.float16), "f32": values}
-        return [np.ascontiguousarray(kinds[encoding.kind]).view(np.uint8)]
+        return [_stored(rng.standard_normal(rows * cols), encoding.kind)]
     codes = rng.integers(0, 256, sizes[0], dtype=np.uint8)
-    if encoding.scale == "u8":
-        return [
-            codes,
-            rng.integers(120, 126, sizes[1], dtype=np.uint8) if encoding.kind != "nvfp4" else codes[: sizes[1]] & 63,
-        ]
-    factors = rng.standard_normal((2, sizes[1] // (2 if encoding.scale == "bf16" else 4))).astype(np.float32) / 16
-    stored = [row.view(np.uint16)[1::2] if encoding.scale == "bf16" else row for row in factors]
-    return [codes, *(np.ascontiguousarray(row).view(np.uint8) for row in stored)]
+    match encoding.kind:
+        case "affine":
+            num_groups = rows * cols // encoding.group_size
+            return [codes, *(_stored(rng.standard_normal(num_groups) / 16, encoding.scale) for _ in range(2))]
+        case "nvfp4":
+            return [codes, rng.integers(0, 64, sizes[1], dtype=np.uint8)]
+    codes[codes & 0x7F == 0x7F] = 0  # no number in mxfp8
+    return [codes, rng.integers(120, 126, sizes[1], dtype=np.uint8)]
+
+
+def _stored(values: np.ndarray, kind: str) -> np.ndarray:
+    wide = values.astype(np.float32)
+    narrow = {"bf16": wide.view(np.uint16)[1::2], "f16": wide.astype(np.float16), "f32": wide}
+    return np.ascontiguousarray(narrow[kind]).view(np.uint8)
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS, ids=Encoding.describe)
