@@ -2,14 +2,14 @@
 
     x = embed[tokens]                                        [T, D]
     for each layer:
-        x += attention(norm(x))                              here, on the KV cache
+        x += mixer(norm(x))                                  here: attention on the KV cache, or what the layer has in its place
         h, ids, weights = router(norm(x))                    here: which experts, how much of each
         x += shared expert(h), if there is one               here, while the owner computes
         x += sum of weights * experts(h)                     the owner of the layer, over ZeroMQ (a dense block: here)
     logits = head(norm(x))                                   [R, V] of the rows that are asked for
 
-`Coordinator.launch` builds all of it in the order that hides the most: plan, kernels, spawn the workers, and load the
-resident weights while they start.
+"Here" is a `backend.Backend`. `Coordinator.launch` builds all of it in the order that hides the most: plan, kernels, spawn the
+workers, and load the resident weights while they start.
 """
 
 import os
@@ -24,6 +24,9 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
+from colibri_mp.backend import Backend, Blocks
+from colibri_mp.backend_choice import with_backend
+from colibri_mp.backends import make_backend
 from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.checkpoint.hub import resolve
 from colibri_mp.checkpoint.source import Checkpoint
@@ -33,27 +36,16 @@ from colibri_mp.compiling import Stopping, compile_kernels
 from colibri_mp.config import LaunchConfig
 from colibri_mp.disks import ExpertMemory, choose_copies
 from colibri_mp.formats import Encoding
-from colibri_mp.kernels import isa
-from colibri_mp.kernels.attention import AttentionStage, Batch
-from colibri_mp.kernels.block import BlockStage
-from colibri_mp.kernels.head import HeadStage
-from colibri_mp.kernels.kv_cache import num_blocks_for
-from colibri_mp.kernels.kv_cache8 import CACHES
-from colibri_mp.kernels.layout import gather_rows
-from colibri_mp.kernels.norm import rms_norm
-from colibri_mp.kernels.resident_expert import ResidentExpert
-from colibri_mp.kernels.rope import rope_tables
-from colibri_mp.kernels.router import RouterStage
-from colibri_mp.kernels.team import ThreadTeam
+from colibri_mp.kernels.attention_inputs import Batch
 from colibri_mp.limits import tightest_room
 from colibri_mp.lossy import lossy_options, with_lossy_options
 from colibri_mp.messages import Floats, Ints, PoolEvent, StepCounters
+from colibri_mp.mixers import kinds
 from colibri_mp.models import load_model
-from colibri_mp.models.structure import ModelSpec
+from colibri_mp.models.structure import LayerSpec, ModelSpec, MoeSpec
 from colibri_mp.phases import ATTENTION, COMPUTE, StepClock
 from colibri_mp.plan_terms import max_logit_rows
 from colibri_mp.planner import Plan, plan_now, split_slabs
-from colibri_mp.resident import ResidentLayer, load_resident
 from colibri_mp.rundir import ClusterInfo, RunDir
 from colibri_mp.scheduler import Look, Rows
 from colibri_mp.shm.layout import LayerSlots, pool_bytes
@@ -77,8 +69,7 @@ class Coordinator:
 
     def __init__(
         self, checkpoint: Checkpoint, model: ModelSpec, plan: Plan, config: LaunchConfig, supervisor: Supervisor,
-        team: ThreadTeam, should_stop: Callable[[], bool], trace: TraceWriter | NoTrace, usage: Usage,
-        lone_team: ThreadTeam,
+        backend: Backend, should_stop: Callable[[], bool], trace: TraceWriter | NoTrace, usage: Usage,
     ) -> None:  # fmt: skip
         self.checkpoint = checkpoint
         self.model = model
@@ -86,43 +77,24 @@ class Coordinator:
         self.supervisor = supervisor
         self.notes: tuple[str, ...] = plan.notes
         self.pools: list[PoolView] = []
-        self.weights = load_resident(checkpoint, model)
         self.max_context = plan.ctx_tokens
         self.vocab_size = model.vocab_size
         self.max_logit_rows = max_logit_rows(model.vocab_size, plan.prefill_chunk)
         self.clock = StepClock(len(model.layers))
         self.trace = trace
         self.can_be_joined = isinstance(trace, NoTrace)  # a trace tells one step after the other
-        self.tiers = Tiers(config, model, plan, usage, self.weights.layers, supervisor, lone_team)
+        self.tiers = Tiers(config, model, plan, usage, backend, supervisor)
         self.lossy: tuple[str, ...] = ()
         self.on_wait: Callable[[], None] = lambda: None  # called in each layer, while its worker computes
         self._should_stop = should_stop
-        self._planes = config.planes
-        self._team = team
+        self._backend = backend
+        self.kv: Blocks = backend.caches
         self._last_step = 0
         self._totals: defaultdict[int, Counter[str]] = defaultdict(Counter)  # by worker id
         # Counters by layer; added up when somebody asks, who may be the control thread, or now and then.
         self._uncounted: deque[tuple[int, StepCounters]] = deque()
         self._counting = threading.Lock()
-        attention = model.attention
-        max_rows = plan.prefill_chunk
-        self.kv = CACHES[config.kv_bits](
-            len(model.layers), num_blocks_for(plan.kv_tokens), attention.num_kv_heads, attention.head_dim
-        )
-        self._rope = rope_tables(model.rope, plan.ctx_tokens)
-        self._attention = AttentionStage(
-            team, attention, self._rope, max_rows, plan.ctx_tokens, config.planes, config.kv_bits
-        )
         self._may_drop = model.router.top_p < 1
-        router = RouterStage(team, model.router, model.hidden, model.norm_eps, max_rows)
-        self._block = BlockStage(team, self._attention, router)
-        self._head = HeadStage(team, model.hidden, model.vocab_size, model.norm_eps, self.max_logit_rows, config.planes)
-        residents = (layer.resident_expert for layer in model.layers)
-        shapes = {expert.shape for expert in residents if expert is not None}
-        stages = {shape: ResidentExpert(team, shape, max_rows, config.planes) for shape in shapes}
-        self._experts = [
-            None if layer.resident_expert is None else stages[layer.resident_expert.shape] for layer in model.layers
-        ]
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
@@ -135,9 +107,12 @@ class Coordinator:
         checkpoint = Checkpoint.open(resolve(config.model, progress))
         published = load_model(checkpoint)
         model, lossy = with_lossy_options(published, config), lossy_options(published, config)
+        config = with_backend(config, model)
         plan = plan_now(checkpoint, model, config)
         usage = open_usage(model, config.usage, checkpoint.fingerprint)
-        compile_kernels(encodings_of(model), config.planes, progress, should_stop, model.quantises_experts)
+        compile_kernels(
+            encodings_of(model), config.planes, progress, should_stop, model.quantises_experts, kinds.blocks(model)
+        )
         experts = with_checksums(model.expert_layers, checkpoint.fingerprint)
         copies = choose_copies(checkpoint, experts, config, expert_memory(experts, plan), progress)
         eviction = choose_eviction(config, model, usage)
@@ -153,9 +128,8 @@ class Coordinator:
         stack.callback(supervisor.close)
         supervisor.start(workers)
         progress(f"loading {checkpoint.path.name}")
-        team = stack.enter_context(ThreadTeam(plan.num_threads))
-        lone_team = stack.enter_context(ThreadTeam(1))
-        coordinator = cls(checkpoint, model, plan, config, supervisor, team, should_stop, trace, usage, lone_team)
+        backend = make_backend(checkpoint, model, plan, config, stack)
+        coordinator = cls(checkpoint, model, plan, config, supervisor, backend, should_stop, trace, usage)
         coordinator.lossy = lossy
         supervisor.on_pool_event = coordinator.add_event
         supervisor.wait_ready(_READY_TIMEOUT_S)
@@ -190,10 +164,9 @@ class Coordinator:
         self.trace.start_step(step, *count_rows(rows))
         self.tiers.start_step(step, rows)
         batch = make_batch(rows)
-        weights = self.weights
         tokens = np.array([t for part in rows for t in part.token_ids], np.int32)
-        x = gather_rows(weights.embed, tokens)
-        for layer_idx, layer in enumerate(weights.layers):
+        x = self._backend.embed(tokens)
+        for layer_idx, layer in enumerate(self.model.layers):
             if self._should_stop():
                 raise Stopping
             if (left := look()) is not None:
@@ -209,34 +182,30 @@ class Coordinator:
             self._count()
         clock.start_head()
         wanted = logit_rows(rows)
-        logits = (
-            self._head(x[wanted], weights.final_norm, weights.head)
-            if wanted
-            else np.empty((0, self.vocab_size), np.float32)
-        )
+        logits = self._backend.head(x[wanted]) if wanted else np.empty((0, self.vocab_size), np.float32)
         clock.end_step()
         self.trace.end_step(clock.step_s)
         self.tiers.end_step(clock.step_s, len(x))
         return logits
 
-    def _advance(self, step: int, x: Floats, layer: ResidentLayer, layer_idx: int, batch: Batch) -> None:
-        """One layer: x += attention(norm(x)), x += mlp(norm(x)), in place."""
-        clock = self.clock
-        if layer.router is None:
-            self._attention(x, layer.attention, self.kv, layer_idx, batch)
+    def _advance(self, step: int, x: Floats, layer: LayerSpec, layer_idx: int, batch: Batch) -> None:
+        """One layer: x += mixer(norm(x)), x += mlp(norm(x)), in place."""
+        clock, backend = self.clock, self._backend
+        if not isinstance(layer.mlp, MoeSpec):
+            backend.mix(layer_idx, x, batch)
             clock.lap(ATTENTION)
-            self._add_resident_expert(x, rms_norm(x, layer.mlp_norm, self.model.norm_eps), layer, layer_idx)
+            x += backend.resident_expert(layer_idx, backend.mlp_norm(layer_idx, x))
             clock.lap(COMPUTE)
             return
-        h, ids, weights = self._block(x, layer.attention, self.kv, layer_idx, batch, layer.mlp_norm, layer.router)
-        clock.lap_block(self._block.attention_ended_s)
+        h, ids, weights = backend.mix_and_route(layer_idx, x, batch)
+        clock.lap_block(backend.mixer_ended_s)
         routed = self.supervisor.route(
             step,
             layer_idx,
             h,
             ids,
             weights,
-            on_answer=self._team.expect,
+            on_answer=self._backend.expect,
             meanwhile=lambda: self._while_waiting(x, h, ids, layer, layer_idx),
         )
         num_choices = int(np.count_nonzero(ids >= 0)) if self._may_drop else ids.size
@@ -247,19 +216,12 @@ class Coordinator:
         clock.end_layer()
         self.trace.add_layer(layer_idx, ids, num_choices, routed.counters, clock.layer_s)
 
-    def _while_waiting(self, x: Floats, h: Floats, ids: Ints, layer: ResidentLayer, layer_idx: int) -> None:
+    def _while_waiting(self, x: Floats, h: Floats, ids: Ints, layer: LayerSpec, layer_idx: int) -> None:
         """A worker computes: the time for what no result depends on, hints first, and for the shared expert."""
         self.on_wait()
         self.tiers.look(layer_idx, x, ids)
-        if layer.expert_slab is not None:
-            self._add_resident_expert(x, h, layer, layer_idx)
-
-    def _add_resident_expert(self, x: Floats, h: Floats, layer: ResidentLayer, layer_idx: int) -> None:
-        """x += the expert that every token uses, of h."""
-        stage = self._experts[layer_idx]
-        assert stage is not None
-        assert layer.expert_slab is not None
-        x += stage(h, layer.expert_slab, layer.expert_gate)
+        if layer.resident_expert is not None:
+            x += self._backend.resident_expert(layer_idx, h)
 
     def add_event(self, event: PoolEvent) -> None:
         """Something has happened to a pool beside the steps."""
@@ -279,8 +241,7 @@ class Coordinator:
         """Everything but the tokens that the values in the KV cache depend on, JSON-compatible."""
         return {
             "fingerprint": self.checkpoint.fingerprint,
-            "isa": isa.current().value,
-            "planes": self._planes,
+            **self._backend.identity(),
             "kv_bits": self.kv.bits,
             "lossy": list(self.lossy),
         }
@@ -375,6 +336,8 @@ def worker_configs(
                 staging=share.num_staging,
                 advises=config.lookahead == "advise",
                 eviction=eviction,
+                backend=plan.backend,
+                device_bytes=share.device_bytes,
             )
         )
     return configs
@@ -383,7 +346,8 @@ def worker_configs(
 def encodings_of(model: ModelSpec) -> frozenset[Encoding]:
     """Every encoding that a matrix of the model has."""
     experts = (layer.encodings for layer in model.expert_layers)
-    return frozenset({matrix.encoding for matrix in model.resident_matrices()}).union(*experts)
+    others = {matrix.encoding for matrix in model.other_resident_matrices()}
+    return frozenset(others).union(kinds.encodings(model), *experts)
 
 
 def make_batch(rows: list[Rows]) -> Batch:

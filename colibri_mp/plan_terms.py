@@ -8,20 +8,20 @@ The terms are what gets allocated and touched: the objects that allocate report 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.checkpoint.source import Checkpoint
 from colibri_mp.config import LaunchConfig
 from colibri_mp.kernels import expert
-from colibri_mp.kernels.attention import AttentionStage
 from colibri_mp.kernels.head import HeadStage
-from colibri_mp.kernels.kv_cache import num_blocks_for
-from colibri_mp.kernels.kv_cache8 import CACHES
 from colibri_mp.kernels.layout import packed_bytes
 from colibri_mp.kernels.resident_expert import ResidentExpert
 from colibri_mp.kernels.rope import RopeTables
 from colibri_mp.kernels.router import RouterStage
 from colibri_mp.lookahead import MOST_ROWS
+from colibri_mp.mixers import kinds
+from colibri_mp.mixers.kind import StageLimits
 from colibri_mp.models.structure import ModelSpec, MoeSpec
 from colibri_mp.workers.expert_reader import scratch_bytes as read_scratch_bytes
 from colibri_mp.workers.slab_audit import audit_bytes
@@ -53,18 +53,15 @@ def max_logit_rows(vocab_size: int, prefill_chunk: int) -> int:
     return max(1, min(prefill_chunk, LOGITS_BYTES // (4 * vocab_size)))
 
 
-def kv_bytes(model: ModelSpec, num_tokens: int, bits: int) -> int:
-    """Bytes of the KV cache for `num_tokens` positions, all layers; `bits`: see `kernels.kv_cache8`."""
-    spec = model.attention
-    return CACHES[bits].nbytes(len(model.layers), num_blocks_for(num_tokens), spec.num_kv_heads, spec.head_dim)
-
-
 def resident_bytes(model: ModelSpec) -> int:
     """Bytes of the packed matrices that the coordinator keeps, dense blocks and shared experts included, and of all vectors."""
-    vectors = sum(4 * math.prod(info.shape) for info in model.resident_vectors())
-    return vectors + sum(
-        packed_bytes(matrix.encoding.format, matrix.rows, matrix.cols) for matrix in model.resident_matrices()
-    )
+    others = sum(packed_bytes(m.encoding.format, m.rows, m.cols) for m in model.other_resident_matrices())
+    return vector_bytes(model) + kinds.matrix_bytes(model) + others
+
+
+def vector_bytes(model: ModelSpec) -> int:
+    """Bytes of all norms, biases and other vectors, as float32."""
+    return sum(4 * math.prod(info.shape) for info in model.resident_vectors())
 
 
 def table_bytes(checkpoint: Checkpoint) -> int:
@@ -88,39 +85,61 @@ def top_k(model: ModelSpec, experts: ExpertLayer) -> int:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of everything but the pools, for one choice of context, rows a step (`chunk`) and threads."""
+    """Bytes of everything but the pools, for one choice of context, rows a step (`chunk`) and threads; with the compiled kernels.
+
+    `library_bytes`: pages that the processes share; `process_bytes`: what coordinator and workers have beside the kernels, each.
+    """
+
+    library_bytes: ClassVar[int] = LIBRARY_BYTES
+    process_bytes: ClassVar[int] = 0
 
     model: ModelSpec
     config: LaunchConfig
     ctx_tokens: int
     chunk: int
     num_threads: int
+    budget_bytes: int = 0
 
     def terms(self, groups: Sequence[Sequence[ExpertLayer]], tables: int) -> Iterator[Term]:
         """All terms but the pools and the allowance; `tables` as in `table_bytes`, one group of layers a worker."""
         rows = self.logit_rows
-        yield Term("all", "libraries, pages that the processes share", LIBRARY_BYTES)
+        yield Term("all", "libraries, pages that the processes share", self.library_bytes)
         yield Term("client", "interpreter and libraries", CLIENT_BYTES)
         if self.config.client == "server":
             yield Term("client", "HTTP server, its tokenizer", SERVER_BYTES + tables)
-        yield Term("coordinator", "interpreter and libraries", COORDINATOR_BYTES + TRACKER_BYTES)
+        yield Term("coordinator", "interpreter and libraries", COORDINATOR_BYTES + TRACKER_BYTES + self.process_bytes)
         yield Term("coordinator", "tokenizer, table of tensors", tables)
-        yield Term("coordinator", "resident weights", resident_bytes(self.model))
+        yield Term("coordinator", "resident weights", self.resident())
         for worker_id, group in enumerate(groups):
             yield from self.worker_terms(worker_id, group)
+        for worker_id, nbytes in enumerate(self.device_bytes(groups)):
+            if nbytes:
+                yield Term(f"worker {worker_id}", "experts on the device", nbytes)
         yield Term("coordinator", f"scratch, {self.chunk} rows a step", self.coordinator_scratch())
         yield Term("coordinator", f"logits, {rows} rows a step", self.logits())
         bits = self.config.kv_bits
         name = f"KV cache, {self.kv_tokens} tokens" + (f" in {bits} bits" if bits != 32 else "")
-        yield Term("coordinator", name, kv_bytes(self.model, self.kv_tokens, bits))
+        yield Term("coordinator", name, self.kv(self.kv_tokens))
 
     def worker_terms(self, worker_id: int, group: Sequence[ExpertLayer]) -> Iterator[Term]:
         """A worker's terms but its pool."""
         name, in_flight = f"worker {worker_id}", self.config.io_threads
-        yield Term(name, "interpreter and libraries", WORKER_BYTES)
+        yield Term(name, "interpreter and libraries", WORKER_BYTES + self.process_bytes)
         yield Term(name, f"scratch, {self.chunk} rows a step", self.worker_scratch(group))
         buffers = read_scratch_bytes(group, in_flight) + (audit_bytes(group) if self.config.verify == "always" else 0)
         yield Term(name, f"read buffers, {in_flight} in flight", buffers)
+
+    def resident(self) -> int:
+        """Weights that the coordinator keeps."""
+        return resident_bytes(self.model)
+
+    def kv(self, num_tokens: int) -> int:
+        """What is cached of so many positions."""
+        return kinds.kv_bytes(self.model, num_tokens, self.config.kv_bits)
+
+    def device_bytes(self, groups: Sequence[Sequence[ExpertLayer]]) -> tuple[int, ...]:
+        """What experts take on a device, beside the pool, of each worker: the kernels compute on the pool itself."""
+        return (0,) * len(groups)
 
     @property
     def kv_tokens(self) -> int:
@@ -137,20 +156,23 @@ class Sizes:
         vocab = self.model.vocab_size
         return HeadStage.scratch_bytes(self.model.hidden, vocab, self.logit_rows) + self.logit_rows * vocab * 4
 
+    @property
+    def limits(self) -> StageLimits:
+        """What the stages of mixers are made for."""
+        config = self.config
+        return StageLimits(self.chunk, self.ctx_tokens, self.num_threads, config.planes, config.kv_bits)
+
     def coordinator_scratch(self) -> int:
         """The stages' buffers, rotary tables, messages."""
         model, rows, planes = self.model, self.chunk, self.config.planes
         shapes = {layer.resident_expert.shape for layer in model.layers if layer.resident_expert is not None}
-        attention = AttentionStage.scratch_bytes(
-            model.attention, rows, self.ctx_tokens, self.num_threads, num_forms=_num_forms(model)
-        )
         return (
-            attention
+            kinds.scratch_bytes(model, self.limits)
             + RouterStage.scratch_bytes(model.router, model.hidden, rows)
             + sum(ResidentExpert.scratch_bytes(shape, rows, planes, self.num_threads) for shape in shapes)
             + RopeTables.nbytes_for(model.rope.rotary_dim, self.ctx_tokens)
             + (lookahead_bytes(model) if self.config.lookahead != "off" else 0)
-            + self._messages()
+            + self.message_bytes()
         )
 
     def worker_scratch(self, group: Sequence[ExpertLayer]) -> int:
@@ -160,14 +182,8 @@ class Sizes:
             expert.scratch_bytes(shape, self.chunk, num_chosen, self.config.planes, self.num_threads)
             for shape, num_chosen in shapes.items()
         )
-        return sum(stages) + self._messages()
+        return sum(stages) + self.message_bytes()
 
-    def _messages(self) -> int:
+    def message_bytes(self) -> int:
         """A step's activations on their way: sent, received and decoded copies."""
         return 4 * self.chunk * self.model.hidden * 4
-
-
-def _num_forms(model: ModelSpec) -> int:
-    """Group sizes that the projections of one layer's attention mix, plain ones counting as one."""
-    tensors = (layer.tensors for layer in model.layers)
-    return max(len({matrix.encoding.group_size for matrix in (t.q, t.k, t.v, t.o)}) for t in tensors)

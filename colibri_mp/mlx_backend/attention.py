@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colibri_mp.kernels.attention_inputs import Batch
+from colibri_mp.kernels.paged_cache import BLOCK_TOKENS
 from colibri_mp.mlx_backend.kv_cache import PagedArray, paged_bytes
 from colibri_mp.mlx_backend.matrices import Matrix
 from colibri_mp.mlx_backend.mixer import WeightReader
@@ -31,8 +32,7 @@ class Attention:
     ) -> None:
         self._spec, self._rope = spec, rope
         self._norm = reader.vector(tensors.norm)
-        projections = (tensors.q, tensors.k, tensors.v, tensors.o)
-        self._q, self._k, self._v, self._o = map(reader.matrix, projections)
+        self._q, self._k, self._v, self._o = map(reader.matrix, tensors.matrices)
         self._q_bias, self._k_bias = reader.optional(tensors.q_bias), reader.optional(tensors.k_bias)
         self._v_bias, self._o_bias = reader.optional(tensors.v_bias), reader.optional(tensors.o_bias)
         self._q_norm, self._k_norm = reader.optional(tensors.q_norm), reader.optional(tensors.k_norm)
@@ -47,7 +47,7 @@ class Attention:
         q = self._rope(self._project(h, self._q, self._q_bias, self._q_norm, spec.num_heads), positions)
         k = self._rope(self._project(h, self._k, self._k_bias, self._k_norm, spec.num_kv_heads), positions)
         v = self._project(h, self._v, self._v_bias, None, spec.num_kv_heads)
-        blocks = batch.block_table[batch.sequence_idx, batch.positions // 16]
+        blocks = batch.block_table[batch.sequence_idx, batch.positions // BLOCK_TOKENS]
         for cache, rows in zip(self.paged, (k, v), strict=True):
             cache.write(blocks, batch.positions, rows)
         context = mx.concatenate([self._attend(q[run.first : run.end], run, batch) for run in runs(batch)])

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from colibri_mp.kernels.kv_cache import BLOCK_TOKENS, num_blocks_for
+from colibri_mp.kernels.paged_cache import BLOCK_TOKENS, num_blocks_for
 from colibri_mp.mlx_backend.device import to_device, to_host
 
 Bytes = NDArray[np.uint8]

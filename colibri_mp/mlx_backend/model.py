@@ -5,10 +5,12 @@ Rows come and go as numpy arrays: between two layers they cross to a worker proc
 
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from colibri_mp.backend import Predictor
 from colibri_mp.checkpoint.matrices import StoredMatrix
 from colibri_mp.checkpoint.safetensors_header import TensorInfo
 from colibri_mp.checkpoint.source import Checkpoint
@@ -92,13 +94,17 @@ class MlxModel:
         """See `Backend`."""
         return self._mixer_ended_s
 
-    def likely_experts(self, layer_idx: int, norm_idx: int, x: Floats, width: int) -> tuple[Ints, Floats]:
+    def predictor(self, width: int) -> Predictor:
         """See `Backend`."""
-        router = self._layers[layer_idx].router
-        assert router is not None
-        h = rms_norm(to_device(x), self._layers[norm_idx].mlp_norm, self._model.norm_eps)
         spec = replace(self._model.router, top_k=width, norm_topk_prob=False, top_p=1.0)
-        return choose(to_host(router.logits(h)), router.correction, spec)
+
+        def predict(layer_idx: int, norm_idx: int, x: Floats) -> tuple[Ints, Floats]:
+            router = self._layers[layer_idx].router
+            assert router is not None
+            h = rms_norm(to_device(x), self._layers[norm_idx].mlp_norm, self._model.norm_eps)
+            return choose(to_host(router.logits(h)), router.correction, spec)
+
+        return predict
 
     def mlp_norm(self, layer_idx: int, x: Floats) -> Floats:
         """See `Backend`."""
@@ -113,6 +119,13 @@ class MlxModel:
     def head(self, x: Floats) -> Floats:
         """See `Backend`."""
         return to_host(self._head(rms_norm(to_device(x), self._final_norm, self._model.norm_eps)))
+
+    def expect(self) -> None:
+        """MLX keeps its own threads."""
+
+    def identity(self) -> dict[str, Any]:
+        """See `Backend`."""
+        return {"backend": device.describe()}
 
 
 class _Reader:
