@@ -42,6 +42,10 @@ class Backend(Protocol):
     def caches(self) -> Blocks:
         """All that is kept of earlier positions, by block."""
 
+    @property
+    def description(self) -> str:
+        """What computes, for the notes of a launch; "" where it is the usual: the kernels."""
+
     def embed(self, token_ids: Ints) -> Floats:
         """The embeddings [T, D] of token ids [T], a new array."""
 
@@ -55,7 +59,7 @@ class Backend(Protocol):
     def mixer_ended_s(self) -> float:
         """When the mixer of the last `mix_and_route` had ended, by `time.perf_counter`."""
 
-    def predictor(self, width: int) -> "Predictor":
+    def predictor(self, width: int) -> Predictor:
         """The routers of the model for predictions of `width` experts a row, for `lookahead.MOST_ROWS` rows at most."""
 
     def mlp_norm(self, layer_idx: int, x: Floats) -> Floats:

@@ -139,6 +139,8 @@ class Coordinator:
         coordinator.tiers.pools = coordinator.pools
         stack.callback(coordinator.tiers.save)
         coordinator.notes += tuple(dict.fromkeys(note for worker in supervisor.workers for note in worker.notes))
+        if backend.description:
+            coordinator.notes += (backend.description,)
         if note := coordinator.tiers.start():
             coordinator.notes += (note,)
         if config.trace:
@@ -265,6 +267,7 @@ class Coordinator:
             "stored_bytes": self.checkpoint.total_bytes,
             "fingerprint": self.checkpoint.fingerprint,
             "ctx_tokens": self.max_context,
+            "backend": self.plan.backend,
         }
 
     def describe_workers(self) -> list[dict[str, Any]]:

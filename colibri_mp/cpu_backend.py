@@ -32,6 +32,8 @@ class _Layer:
 class CpuBackend:
     """Stages, caches and weights of a model. One call at a time."""
 
+    description = ""
+
     def __init__(
         self, team: ThreadTeam, lone_team: ThreadTeam, model: ModelSpec, weights: ResidentWeights, limits: StageLimits,
         num_blocks: int, max_logit_rows: int,

@@ -108,8 +108,9 @@ def kv_bytes(spec: AttentionSpec, num_tokens: int) -> int:
 def scratch_bytes(spec: AttentionSpec, max_rows: int, max_context: int) -> int:
     """Bytes that a layer takes while it computes, at most: rows on their way, gathered keys and values, scores, masks."""
     rows = 4 * max_rows * (3 * spec.hidden + 5 * spec.q_width + 4 * spec.kv_width)
-    least = 4 * spec.num_heads * max_context
-    return rows + 4 * 2 * 2 * max_context * spec.kv_width + 5 * max(SCORES_BYTES, least)
+    one_row = 4 * spec.num_heads * max_context
+    scores = max(one_row, min(SCORES_BYTES, one_row * max_rows))
+    return rows + 4 * 2 * 2 * max_context * spec.kv_width + 3 * scores
 
 
 def _plus(rows: mx.array, bias: mx.array | None) -> mx.array:

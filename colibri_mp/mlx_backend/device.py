@@ -24,9 +24,19 @@ def prepare() -> None:
     mx.set_cache_limit(CACHE_BYTES)
 
 
+def is_gpu() -> bool:
+    """Whether the default device is one."""
+    return bool(mx.default_device() != mx.Device(mx.cpu))
+
+
+def cache_bytes() -> int:
+    """What the allocator keeps beside what is in use, for the memory plan: nothing on the CPU."""
+    return CACHE_BYTES if is_gpu() else 0
+
+
 def describe() -> str:
     """What MLX computes on here, for notes."""
-    return f"MLX {version('mlx')}, {'CPU' if mx.default_device() == mx.Device(mx.cpu) else 'GPU'} device"
+    return f"MLX {version('mlx')}, {'GPU' if is_gpu() else 'CPU'} device"
 
 
 def to_device(array: NDArray[Any]) -> mx.array:

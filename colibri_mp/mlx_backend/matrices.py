@@ -122,6 +122,11 @@ def device_bytes(encoding: Encoding, rows: int, cols: int) -> int:
     return sum(encoding.part_bytes(rows, cols))
 
 
+def widened_bytes(encoding: Encoding, rows: int, cols: int) -> int:
+    """Float32 memory that a product takes beside a matrix that is held so, for the memory plan."""
+    return min(WIDENED_BYTES, 4 * rows * cols) if encoding.kind in ("bf16", "f16") else 0
+
+
 def _elements(part: Bytes, kind: str) -> mx.array:
     host, device = _ELEMENTS[kind]
     return to_device(_typed(part, host)).view(device)

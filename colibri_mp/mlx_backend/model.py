@@ -60,7 +60,7 @@ class MlxModel:
     def __init__(self, checkpoint: Checkpoint, model: ModelSpec, max_context: int, num_blocks: int) -> None:
         """Raises ReadError when a file cannot be read or has changed since its header was read."""
         device.prepare()
-        self._model = model
+        self._model, self.description = model, f"backend mlx: {device.describe()}"
         reader = _Reader(checkpoint)
         rope = Rope(rope_tables(model.rope, max_context))
         self._embed = reader.matrix(model.embed)
@@ -125,7 +125,7 @@ class MlxModel:
 
     def identity(self) -> dict[str, Any]:
         """See `Backend`."""
-        return {"backend": device.describe()}
+        return {"backend": self.description}
 
 
 class _Reader:

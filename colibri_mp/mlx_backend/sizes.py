@@ -6,9 +6,9 @@ from typing import ClassVar
 from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.kernels.layout import ExpertShape
 from colibri_mp.mlx_backend import expert_stage
-from colibri_mp.mlx_backend.device import CACHE_BYTES
+from colibri_mp.mlx_backend.device import cache_bytes
 from colibri_mp.mlx_backend.expert_tier import slot_bytes
-from colibri_mp.mlx_backend.matrices import WIDENED_BYTES, device_bytes
+from colibri_mp.mlx_backend.matrices import device_bytes, widened_bytes
 from colibri_mp.mlx_backend.mixers import KINDS
 from colibri_mp.plan_terms import LIBRARY_BYTES, Sizes, top_k, vector_bytes
 
@@ -44,23 +44,25 @@ class MlxSizes(Sizes):
         return sum(num_chosen * slot_bytes(shape) for shape, num_chosen in shapes.items())
 
     def logits(self) -> int:
-        """Logits, a copy on their way to the client, and of a 16-bit head what is widened at a time."""
-        return 2 * self.logit_rows * self.model.vocab_size * 4 + WIDENED_BYTES
+        """Logits, and a copy on their way to the client."""
+        return 2 * self.logit_rows * self.model.vocab_size * 4
 
     def coordinator_scratch(self) -> int:
-        """What a layer takes while it is computed, rotary tables, messages."""
+        """What a layer takes while it is computed, rotary tables, of a 16-bit matrix what is widened at a time, messages."""
         model, rows = self.model, self.chunk
         widths = [layer.resident_expert.gate.rows for layer in model.layers if layer.resident_expert is not None]
         mixer = max(KINDS[type(spec)].scratch_bytes(spec, rows, self.ctx_tokens) for spec in self._mixers)
         router = 8 * 4 * rows * model.router.num_experts
         tables = 4 * self.ctx_tokens * model.rope.rotary_dim
-        return mixer + router + 4 * rows * 4 * max(widths, default=0) + 2 * tables + CACHE_BYTES + self.message_bytes()
+        experts = 4 * rows * 4 * max(widths, default=0)
+        widened = max(widened_bytes(m.encoding, m.rows, m.cols) for m in model.resident_matrices())
+        return mixer + router + experts + 2 * tables + widened + cache_bytes() + self.message_bytes()
 
     def worker_scratch(self, group: Sequence[ExpertLayer]) -> int:
         """A step's rows and partial results of the shape that takes most, one expert on its way, messages."""
         shapes = {layer.shape: top_k(self.model, layer) for layer in group}
         step = max(expert_stage.scratch_bytes(shape, self.chunk, num) for shape, num in shapes.items())
-        return step + 2 * max(map(slot_bytes, shapes)) + CACHE_BYTES + self.message_bytes()
+        return step + 2 * max(map(slot_bytes, shapes)) + cache_bytes() + self.message_bytes()
 
     @property
     def _mixers(self) -> list[object]:
