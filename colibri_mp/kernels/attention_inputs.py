@@ -1,6 +1,6 @@
 """What a call of the attention stage is given: the weights of a block, and the rows of a step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,9 @@ class Batch:
 
     positions [T]: of each row in its sequence; sequence_idx [T]: its row of the block table;
     block_table [S, max_blocks]: id of the block that holds the positions 16 * i .. 16 * i + 15 (entries beyond are not read).
+    state_runs [N, 4], for models with recurrent states: first row, number of rows, the slot that holds the state before them (-1:
+    zeros, a sequence begins) and the slot for the state after them, which may be the same. Runs cover the rows in order; those of one
+    sequence follow each other, and the next may start from the slot that the one before ends in.
     Rows of a sequence come in ascending order of position; consecutive ones next to each other share work.
     The arrays stay as they are while the batch is in use: a stage plans once for all layers.
     """
@@ -68,9 +71,10 @@ class Batch:
     positions: I32Array
     sequence_idx: I32Array
     block_table: I32Array
+    state_runs: I32Array = field(default_factory=lambda: np.zeros((0, 4), np.int32))
 
     def __post_init__(self) -> None:
-        for array in (self.positions, self.sequence_idx, self.block_table):
+        for array in (self.positions, self.sequence_idx, self.block_table, self.state_runs):
             check_plain(array, np.int32)
         assert self.positions.shape == self.sequence_idx.shape
         assert self.block_table.ndim == 2
