@@ -25,7 +25,8 @@ class AttentionSpec:
     `qk_norm`: RMS norm of q and k not at all, over each head, or over the whole projection; before the rotary embedding.
     `clip_qkv`: q, k and v are clamped to [-clip_qkv, clip_qkv] after the norm (OLMoE). `window`: position s is visible from
     t iff 0 <= t - s < window; None: all. `scale` multiplies the scores, usually head_dim^-0.5. The biases of q, k and v come together.
-    `sinks`: each head has a logit more in its softmax, whose probability goes nowhere (gpt_oss).
+    `sinks`: each head has a logit more in its softmax, whose probability goes nowhere (gpt_oss). `gated`: what the heads give is
+    multiplied by the sigmoid of a projection of its own (Qwen3-Next); its rows follow those of q, in the same matrix.
     """
 
     hidden: int
@@ -40,6 +41,7 @@ class AttentionSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     sinks: bool = False
+    gated: bool = False
 
     def __post_init__(self) -> None:
         if min(self.hidden, self.num_heads, self.num_kv_heads) <= 0 or self.num_heads % self.num_kv_heads:
@@ -54,6 +56,8 @@ class AttentionSpec:
             raise CheckpointError(f"a sliding window of {self.window} tokens is impossible")
         if self.clip_qkv is not None and not self.clip_qkv > 0:
             raise CheckpointError(f"clip_qkv must be positive, not {self.clip_qkv}")
+        if self.gated and (self.qkv_bias or self.qk_norm == "full"):
+            raise CheckpointError("attention with a gate and biases of q, k and v, or a norm of all of q, is not supported")
 
     @property
     def group_size(self) -> int:
@@ -62,8 +66,13 @@ class AttentionSpec:
 
     @property
     def q_width(self) -> int:
-        """Elements of all query heads of a token: rows of q, columns of o."""
+        """Elements of all query heads of a token: columns of o, and rows of q but for those of a gate."""
         return self.num_heads * self.head_dim
+
+    @property
+    def q_rows(self) -> int:
+        """Rows of q, those of a gate included."""
+        return self.q_width * (2 if self.gated else 1)
 
     @property
     def kv_width(self) -> int:

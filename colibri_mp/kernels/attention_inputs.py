@@ -17,7 +17,7 @@ I32Array = NDArray[np.int32]
 class AttentionWeights:
     """Weights of one attention block. Vectors are C-contiguous float32; those that the spec lacks are None.
 
-    norm [D]; q [num_heads * head_dim, D], k and v [num_kv_heads * head_dim, D], o [D, num_heads * head_dim];
+    norm [D]; q [num_heads * head_dim, D] (a gate's rows follow), k and v [num_kv_heads * head_dim, D], o [D, num_heads * head_dim];
     q_norm and k_norm [head_dim] for "head", [rows of q], [rows of k] for "full"; sinks [num_heads]. `window`: of this layer, where
     layers differ in it alone; None: that of the spec.
     """
@@ -38,7 +38,7 @@ class AttentionWeights:
 
     def check(self, spec: AttentionSpec) -> None:
         """Our own invariant: the loader has compared the checkpoint with its configuration."""
-        rows = {"q": spec.q_width, "k": spec.kv_width, "v": spec.kv_width, "o": spec.hidden}
+        rows = {"q": spec.q_rows, "k": spec.kv_width, "v": spec.kv_width, "o": spec.hidden}
         for name, matrix in (("q", self.q), ("k", self.k), ("v", self.v), ("o", self.o)):
             shape = (rows[name], spec.q_width if name == "o" else spec.hidden)
             assert (matrix.rows, matrix.cols) == shape, f"{name} is [{matrix.rows}, {matrix.cols}], not {shape}"

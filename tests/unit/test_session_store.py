@@ -22,7 +22,7 @@ class Side:
     def __init__(self, identity: dict[str, Any] = IDENTITY, head_dim: int = 16, root: str | None = "root") -> None:
         self.kv = KVCache(2, 5, 3, head_dim)
         self.allocator = BlockAllocator(5, BLOCK_TOKENS)
-        self.prefix = PrefixSharing(self.allocator, root)
+        self.prefix = PrefixSharing(self.allocator, SequenceStates(0, BLOCK_TOKENS), root)
         self.store = SessionStore(self.kv, self.allocator, self.prefix, identity)
 
     def find(self) -> list[int]:
