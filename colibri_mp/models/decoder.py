@@ -3,7 +3,7 @@
 Names follow Hugging Face's `model.layers.N...`. Each function looks up and checks the tensors of one part.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from colibri_mp.checkpoint.experts import STANDARD_NAMES, ExpertDims, find_experts
@@ -11,7 +11,7 @@ from colibri_mp.checkpoint.matrices import Shape, TensorTable
 from colibri_mp.checkpoint.safetensors_header import TensorInfo
 from colibri_mp.errors import CheckpointError
 from colibri_mp.models.config import ConfigReader, read_max_context, read_rope
-from colibri_mp.models.structure import AttentionTensors, DenseSpec, LayerSpec, ModelSpec, MoeSpec
+from colibri_mp.models.structure import AttentionTensors, DenseSpec, LayerSpec, ModelSpec, MoeSpec, PredictorSpec
 from colibri_mp.specs import AttentionSpec, QKNorm, RopeSpec, RouterSpec
 
 MOST_PREDICTORS = 16
@@ -123,15 +123,20 @@ def read_layer_windows(config: ConfigReader, decoder: DecoderConfig, default_typ
     return replace(decoder, layer_attention=specs)
 
 
-def leave_out_predictors(config: ConfigReader, table: TensorTable, num_layers: int) -> None:
-    """The layers that predict tokens after the next one come after the last: the model does without them."""
+def read_num_predictors(config: ConfigReader) -> int:
+    """How many layers predict tokens after the next one."""
     num_predictors = config.whole("num_nextn_predict_layers", "num_mtp_layers", default=0, least=0)
-    for layer in range(num_layers, num_layers + min(num_predictors, MOST_PREDICTORS)):
-        table.leave_out(f"model.layers.{layer}.")
+    if num_predictors > MOST_PREDICTORS:
+        raise CheckpointError(
+            f"config.json: num_nextn_predict_layers = {num_predictors} cannot be meant, at most {MOST_PREDICTORS} are expected"
+        )
+    return num_predictors
 
 
-def build_model(model_type: str, table: TensorTable, decoder: DecoderConfig, build_mlp: BuildMlp) -> ModelSpec:
-    """The whole model; `build_mlp(table, layer)` is what the family adds. Refuses tensors that nothing uses."""
+def build_model(
+    model_type: str, table: TensorTable, decoder: DecoderConfig, build_mlp: BuildMlp, num_predictors: int = 0
+) -> ModelSpec:
+    """The whole model; `build_mlp(table, layer)` is what the family adds, for its layers and, after these, its predictors."""
     embed_shape = Shape((decoder.vocab_size, decoder.hidden), "vocab_size, hidden_size")
     embed = table.matrix("model.embed_tokens", embed_shape)
     specs = decoder.layer_attention or (decoder.attention,) * decoder.num_layers
@@ -149,6 +154,7 @@ def build_model(model_type: str, table: TensorTable, decoder: DecoderConfig, bui
         head=embed if decoder.tied else table.matrix("lm_head", embed_shape),
         final_norm=_norm(table, "model.norm", decoder.hidden),
         layers=layers,
+        predictors=tuple(_predictors(table, decoder, build_mlp, num_predictors)),
     )
 
 
@@ -183,6 +189,24 @@ def build_dense(
         up=table.matrix(f"{path}.up_proj", wide),
         down=table.matrix(f"{path}.down_proj", narrow),
     )
+
+
+def _predictors(
+    table: TensorTable, decoder: DecoderConfig, build_mlp: BuildMlp, num_predictors: int
+) -> Iterator[PredictorSpec]:
+    """The layers after the last, where the checkpoint has them and they are wanted. Their copies of embedding and head are not."""
+    hidden = decoder.hidden
+    for i in range(decoder.num_layers, decoder.num_layers + num_predictors):
+        path = f"model.layers.{i}"
+        if table.finds_predictors and f"{path}.eh_proj.weight" in table:
+            yield PredictorSpec(
+                embed_norm=_norm(table, f"{path}.enorm", hidden),
+                hidden_norm=_norm(table, f"{path}.hnorm", hidden),
+                merge=table.matrix(f"{path}.eh_proj", Shape((hidden, 2 * hidden), "hidden_size, 2 * hidden_size")),
+                layer=_layer(table, i, decoder.attention, build_mlp),
+                final_norm=_norm(table, f"{path}.shared_head.norm", hidden),
+            )
+        table.leave_out(f"{path}.")
 
 
 def _layer(table: TensorTable, i: int, spec: AttentionSpec, build_mlp: BuildMlp) -> LayerSpec:
