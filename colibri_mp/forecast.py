@@ -11,8 +11,9 @@ ahead make them overlap; if all did, the longer one would count alone. No comput
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from colibri_mp.mixers.kinds import kv_bytes
 from colibri_mp.models.structure import ModelSpec
-from colibri_mp.plan_terms import kv_bytes, resident_bytes, top_k
+from colibri_mp.plan_terms import resident_bytes, top_k
 from colibri_mp.planner import Plan
 
 FORMULA = "tokens/s = 1 / (bytes missed / disk + bytes touched / memory)"

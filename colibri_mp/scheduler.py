@@ -5,8 +5,8 @@ Pure bookkeeping, no arrays and no processes, so it is tested alone. A `Sequence
 what a short one does not need goes to the longer ones, so that a prompt within its share is computed in the very next step.
 
 Waiting sequences are admitted in order of arrival as soon as KV blocks for their whole projected length are free; what others
-have computed of their tokens they take (`prefix`). Where layers have recurrent states a slot for one must be free too. One that does not fit yet lets later ones that do overtake it,
-`MOST_OVERTAKEN` at most: then all behind it wait with it.
+have computed of their tokens they take (`prefix`). Where layers have recurrent states, a slot for one must be free too. One
+that does not fit yet lets later ones that do overtake it, `MOST_OVERTAKEN` at most: then all behind it wait with it.
 """
 
 from collections import deque

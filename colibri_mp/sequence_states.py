@@ -7,11 +7,12 @@ prefix can be taken as far as a state was *kept* at the end of one of its blocks
 - the state where its tokens part from those that others have computed, which the next one that parts there can take;
 - while it generates, the state at the end of its last full block: where the conversation's next turn goes on.
 
-Nothing is copied for that: a run that starts from a kept slot goes on in another one (`Batch.state_runs`). A sequence that finds no free slot
-keeps nothing and goes on in its own.
+Nothing is copied for that: a run that starts from a kept slot goes on in another one (`Batch.state_runs`). A sequence that finds no free
+slot keeps nothing and goes on in its own.
 """
 
-from collections.abc import Iterator, Sequence as Items
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -116,7 +117,10 @@ class SequenceStates:
         """Where a step ends with a block, keep the state and go on from it in another slot."""
         state, num_computed = sequence.state, sequence.num_computed
         is_generated = num_computed % self._block_tokens == 0 and num_computed >= sequence.num_prompt
-        if not (is_generated or num_computed in state.cuts) or sequence.num_published * self._block_tokens < num_computed:
+        if (
+            not (is_generated or num_computed in state.cuts)
+            or sequence.num_published * self._block_tokens < num_computed
+        ):
             return
         if is_generated and state.newest is not None:
             self.slots.drop(state.newest)  # its slot is to be had

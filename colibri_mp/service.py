@@ -34,7 +34,7 @@ from colibri_mp.coordinator import Coordinator
 from colibri_mp.engine import Engine
 from colibri_mp.errors import ColibriError, RequestError, WorkerDied
 from colibri_mp.handshake import Ready, Reporter, StartFailed, read_request
-from colibri_mp.kernels.kv_cache import BLOCK_TOKENS
+from colibri_mp.kernels.paged_cache import BLOCK_TOKENS
 from colibri_mp.kvcache import BlockAllocator
 from colibri_mp.limits import rooms
 from colibri_mp.memory import MemoryWatch
@@ -144,7 +144,11 @@ class Service:
         self.engine = Engine(
             self.coordinator,
             Scheduler(
-                allocator, self.coordinator.plan.prefill_chunk, self.coordinator.max_logit_rows, self._prefix_root()
+                allocator,
+                self.coordinator.plan.prefill_chunk,
+                self.coordinator.max_logit_rows,
+                self._prefix_root(),
+                self.coordinator.states.num_slots,
             ),
             tokenizer,
             sampling_defaults(checkpoint),
@@ -153,8 +157,9 @@ class Service:
             self._config.queue,
         )
         self.coordinator.on_wait = self.control.flush
-        scheduler = self.engine.scheduler
-        self.sessions = SessionStore(self.coordinator.kv, allocator, scheduler.prefix, self.coordinator.kv_identity())
+        self.sessions = SessionStore(
+            self.coordinator.kv, self.coordinator.states, self.engine.scheduler, self.coordinator.kv_identity()
+        )
         self.monitor = Monitor(self._make_governor(), self._read_pressure, self._relieve)
         self._processes = self.coordinator.processes()
         self._sample_memory()

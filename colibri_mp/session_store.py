@@ -1,15 +1,15 @@
 """Sessions between the KV cache and files: `save` writes what is cached for some content, `restore` brings it back.
 
 Nothing is computed. What is restored is cached and held by nobody: the next request that begins with this content takes it, and it
-is evicted as everything else. Runs in the engine's thread, between two steps or layers. Where layers have recurrent states, a file goes as far
-as a state was kept, and has that state.
+is evicted as everything else. Runs in the engine's thread, between two steps or layers. Where layers have recurrent states, a file goes
+as far as a state was kept, and has that state.
 """
 
 from pathlib import Path
 from typing import Any
 
+from colibri_mp.backend import Blocks, Slots
 from colibri_mp.errors import SessionError
-from colibri_mp.kernels.kv_cache import KVCache
 from colibri_mp.messages import Restored, Saved
 from colibri_mp.scheduler import Scheduler
 from colibri_mp.session_file import NO_STATE, Bytes, SessionHead, read_session, write_session
@@ -18,9 +18,7 @@ from colibri_mp.session_file import NO_STATE, Bytes, SessionHead, read_session, 
 class SessionStore:
     """`identity`: all that the values depend on beside the tokens; a file with another one is refused."""
 
-    def __init__(
-        self, kv: KVCache, state_memory: StateMemory, scheduler: Scheduler, identity: dict[str, Any]
-    ) -> None:
+    def __init__(self, kv: Blocks, state_memory: Slots, scheduler: Scheduler, identity: dict[str, Any]) -> None:
         self.kv, self.state_memory, self.identity = kv, state_memory, identity
         self.allocator, self.states, self._prefix = scheduler.allocator, scheduler.states, scheduler.prefix
 
@@ -85,7 +83,9 @@ class _Restoring:
         num_holdable = store.allocator.most_holdable(self._keys)
         if store.states.exist and self._keys:
             self._slot = store.states.slots.take() if num_holdable >= len(self._keys) else None
-            num_holdable = num_holdable if self._slot is not None else 0  # blocks without the state after them are of no use
+            num_holdable = (
+                num_holdable if self._slot is not None else 0
+            )  # blocks without the state after them are of no use
         del self._keys[num_holdable:]
         self.num_tokens = len(self._keys) * store.allocator.block_tokens
         acquired = store.allocator.acquire(self.num_tokens, self._keys)

@@ -57,7 +57,9 @@ class AttentionSpec:
         if self.clip_qkv is not None and not self.clip_qkv > 0:
             raise CheckpointError(f"clip_qkv must be positive, not {self.clip_qkv}")
         if self.gated and (self.qkv_bias or self.qk_norm == "full"):
-            raise CheckpointError("attention with a gate and biases of q, k and v, or a norm of all of q, is not supported")
+            raise CheckpointError(
+                "attention with a gate and biases of q, k and v, or a norm of all of q, is not supported"
+            )
 
     @property
     def group_size(self) -> int:

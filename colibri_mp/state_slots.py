@@ -80,5 +80,7 @@ class StateSlots:
 
     def check_integrity(self, owned: list[int], held: list[bytes]) -> None:
         """Assert that each slot is free, kept or owned once, and held as often as counted."""
-        assert sorted(self._free + list(self._kept.values()) + owned) == list(range(self.num_slots)), "slots lost or owned twice"
+        assert sorted(self._free + list(self._kept.values()) + owned) == list(range(self.num_slots)), (
+            "slots lost or owned twice"
+        )
         assert Counter(held) == self._holders, "states held by nobody, or more often than counted"

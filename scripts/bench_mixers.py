@@ -10,7 +10,6 @@ either, and by the best CPU times. Other figures, and the JSON at the end, as in
 
 import argparse
 import json
-from collections.abc import Callable
 
 import numpy as np
 import psutil
@@ -86,10 +85,12 @@ def bench_attention(team: ThreadTeam, encoding: Encoding, context: int, repetiti
     ones = np.ones(HIDDEN, np.float32)
     head = ones[: spec.head_dim].copy()
     layers = [
-        AttentionWeights(norm=ones, q_norm=head, k_norm=head, **each)
-        for each in matrices(encoding, shapes, num_layers)
+        AttentionWeights(norm=ones, q_norm=head, k_norm=head, **each) for each in matrices(encoding, shapes, num_layers)
     ]
-    kv, rng = KVCache(num_layers, num_blocks_for(context + 1), spec.num_kv_heads, spec.head_dim), np.random.default_rng(2)
+    kv, rng = (
+        KVCache(num_layers, num_blocks_for(context + 1), spec.num_kv_heads, spec.head_dim),
+        np.random.default_rng(2),
+    )
     kv.tiles[:] = rng.standard_normal(kv.tiles.shape[1:], np.float32)
     tables = rope_tables(RopeSpec(1e7, spec.head_dim // 4), context + 1)
     stage = AttentionStage(team, spec, tables, 1, context + 1)
@@ -110,13 +111,15 @@ def main() -> None:
     parser.add_argument("--context", type=int, nargs="+", default=[1024, 16384], help="positions before the token")
     parser.add_argument("--repetitions", type=int, default=9)
     options = parser.parse_args()
-    print(f"{isa.current().value} ({isa.current().reason}); GB/s: best (median), best by CPU time, foreign CPU in cores")
+    print(
+        f"{isa.current().value} ({isa.current().reason}); GB/s: best (median), best by CPU time, foreign CPU in cores"
+    )
     rows: list[Row] = []
     data, encoding = aligned_bytes(TOTAL_BYTES), ENCODINGS[options.format]
     data[:] = 1
 
-    def report(num_threads: int, name: str, run: Callable[[], tuple[Row, int]], read: Row | None) -> Row:
-        row, num_bytes = run()
+    def report(num_threads: int, name: str, result: tuple[Row, int], read: Row | None) -> None:
+        row, num_bytes = result
         more = {}
         if read is not None:
             ratios = {name: round(read[name] / row[name], 2) for name in ("best", "best_by_cpu")}
@@ -124,16 +127,15 @@ def main() -> None:
         rows.append({"name": name, "threads": num_threads, **more, **row})
         figures = f"{row['best']:6.1f} ({row['median']:6.1f}) {row['best_by_cpu']:6.1f} {row['foreign_cpu']:5.2f}"
         print(f"{name:24s} threads {num_threads} {figures}  {more}", flush=True)
-        return row
 
     for num_threads in options.threads:
         with ThreadTeam(num_threads) as team:
-            repetitions = options.repetitions
-            read = report(num_threads, "read", lambda: (bench_read(team, data, repetitions), data.nbytes), None)
-            report(num_threads, "delta net", lambda: bench_delta_net(team, encoding, repetitions), read)
+            read = bench_read(team, data, options.repetitions)
+            report(num_threads, "read", (read, data.nbytes), None)
+            report(num_threads, "delta net", bench_delta_net(team, encoding, options.repetitions), read)
             for context in options.context:
-                name = f"attention at {context}"
-                report(num_threads, name, lambda: bench_attention(team, encoding, context, repetitions), read)
+                result = bench_attention(team, encoding, context, options.repetitions)
+                report(num_threads, f"attention at {context}", result, read)
     print(json.dumps({"isa": isa.current().value, "cpus": psutil.cpu_count(logical=False), "rows": rows}))
 
 

@@ -7,7 +7,18 @@ import numpy as np
 from colibri_mp.kernels.attention_tiles8 import set_code
 from colibri_mp.kernels.jit import compiled
 from colibri_mp.kernels.norm import load_up_to16, rms_norm_row, store_up_to16
-from colibri_mp.kernels.vectors import abs16, exp16, get_f32, get_i32, largest16, max16, min16, set_f32, splat16, store16
+from colibri_mp.kernels.vectors import (
+    abs16,
+    exp16,
+    get_f32,
+    get_i32,
+    largest16,
+    max16,
+    min16,
+    set_f32,
+    splat16,
+    store16,
+)
 
 NORM_NONE, NORM_HEAD, NORM_FULL = 0, 1, 2
 """`job.qk_norm`"""

@@ -35,9 +35,9 @@ TILE_VALUES = 32
 class DeltaNetWeights:
     """Weights of one gated delta net. Vectors are C-contiguous float32.
 
-    norm [D]; qkv [conv_width, D]: all query heads, then all key heads, then all value heads; z and out [value_width, D] and its
-    transposed shape; b and a [value heads, D]; conv [conv_tokens, conv_width], the last is of the current token; rate [value heads], below 0:
-    -exp(A_log); dt_bias [value heads]; head_norm [value_dim].
+    norm [D]; qkv [conv_width, D]: all query heads, then all key heads, then all value heads; z [value_width, D]; out [D, value_width];
+    b and a [value heads, D]; conv [conv_tokens, conv_width], the last is of the current token; rate [value heads]: -exp(A_log);
+    dt_bias [value heads]; head_norm [value_dim].
     """
 
     norm: F32Array
@@ -67,7 +67,7 @@ class DeltaNetWeights:
 
 
 class DeltaStates:
-    """The states of `num_slots` slots for `num_layers` layers of one shape; see the module docstring. Zero at first, owned by this object."""
+    """States of `num_slots` slots for `num_layers` layers of one shape; see the module docstring. Owned by this object."""
 
     def __init__(self, spec: DeltaNetSpec, num_layers: int, num_slots: int) -> None:
         self.spec, self.num_layers, self.num_slots = spec, num_layers, num_slots

@@ -33,6 +33,8 @@ class DeltaNetStage:
     `planes`: see `linear`. Weights met in a call are kept (a few kB each) until the stage goes.
     """
 
+    block, block_dtype = delta_stage.BLOCK, delta_stage.BLOCK_FRAME
+
     def __init__(self, team: ThreadTeam, spec: DeltaNetSpec, max_tokens: int, planes: int = DEFAULT_PLANES) -> None:
         self.spec, self.max_tokens = spec, max_tokens
         self._team, self._planes = team, planes
@@ -169,7 +171,7 @@ class _Rows:
 
 
 class _Sizes:
-    """Widths of the rows of activations, sizes and offsets in bytes of a thread's scratch: q, k, v, decay, beta and o of a block of rows."""
+    """Widths of the rows of activations, sizes and offsets in bytes of a thread's scratch: q, k, v, gates and o of a block of rows."""
 
     def __init__(self, spec: DeltaNetSpec) -> None:
         heads = spec.num_value_heads

@@ -124,7 +124,7 @@ def _input_row(job: Any, first: int, t: int, slot: int) -> int:
     """What the convolution was given for row t: before the run's first row it is in the tail."""
     if t >= first:
         return int(job.qkv + t * job.qkv_stride)
-    return _tail_row(job, slot, t - first + job.conv_tokens - 1)  # type: ignore[no-any-return]  # compiled code
+    return _tail_row(job, slot, t - first + job.conv_tokens - 1)
 
 
 @compiled

@@ -1,10 +1,10 @@
 """The compiled gated delta net: its frame, and the five phases between which the team meets.
 
-    0  norm         rows of x -> RMS norm -> prepared rows for qkv, z, b and a
-    1  project      blocks of the four matrices -> their rows of all tokens
-    2  advance      sequences x key heads (`delta_rows`): convolution, recurrence, norm and gate of the heads; z becomes the result
-    3  prepare      rows of the result -> prepared rows for out
-    4  output       blocks of rows of out; x += the product
+0  norm         rows of x -> RMS norm -> prepared rows for qkv, z, b and a
+1  project      blocks of the four matrices -> their rows of all tokens
+2  advance      sequences x key heads (`delta_rows`): convolution, recurrence, norm and gate of the heads; z becomes the result
+3  prepare      rows of the result -> prepared rows for out
+4  output       blocks of rows of out; x += the product
 """
 
 from typing import Any
@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 
 from colibri_mp.kernels.attention_rows import add_row
-from colibri_mp.kernels.attention_stage import _multiply_chunk, _num_block_chunks, _num_token_chunks, _prepare_row, _scratch
+from colibri_mp.kernels.attention_stage import (
+    _multiply_chunk,
+    _num_block_chunks,
+    _num_token_chunks,
+    _prepare_row,
+    _scratch,
+)
+from colibri_mp.kernels.block import block_frame, finish_block
 from colibri_mp.kernels.delta_rows import BLOCK_ROWS, advance_rows, end_run, start_run
 from colibri_mp.kernels.jit import Native, compiled, fixed
 from colibri_mp.kernels.linear import MATRIX, blocks_per_chunk, prepare_rows
@@ -54,7 +61,7 @@ FRAME = np.dtype(
 _TOKENS_A_CHUNK = 4
 
 NUM_PHASES = 5
-_NORM, _PROJECT, _ADVANCE, _PREPARE, _OUTPUT = (fixed(phase) for phase in range(NUM_PHASES))
+_NORM, _PROJECT, _ADVANCE, _PREPARE, _OUTPUT, _FINISH = (fixed(phase) for phase in range(NUM_PHASES + 1))
 
 
 @compiled
@@ -165,3 +172,14 @@ def _delta_net_stage(frame: int, control: int, tag: int) -> None:
 
 
 STAGE = Native(_delta_net_stage)
+
+BLOCK_FRAME = block_frame(FRAME)
+
+
+def _delta_net_block(frame: int, control: int, tag: int) -> None:
+    job = record_at(frame, BLOCK_FRAME)
+    if delta_net_phases(job.mixer, control, tag):
+        finish_block(job.router, job.time, control, tag, _FINISH)
+
+
+BLOCK = Native(_delta_net_block)

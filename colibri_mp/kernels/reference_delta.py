@@ -37,7 +37,7 @@ def delta_net(
 
 
 def split_heads(row: F64Array, spec: DeltaNetSpec) -> tuple[F64Array, F64Array, F64Array]:
-    """q and k [value heads, key_dim], of length 1 (q times key_dim^-0.5) and repeated for the heads of a group; v [value heads, value_dim]."""
+    """q and k [value heads, key_dim], of length 1 (q times key_dim^-0.5), repeated for the heads of a group; v [value heads, value_dim]."""
     q, k, v = np.split(row, [spec.key_width, 2 * spec.key_width])
     q, k = (heads.reshape(spec.num_key_heads, spec.key_dim) for heads in (q, k))
     q, k = (heads / np.sqrt((heads * heads).sum(axis=-1, keepdims=True) + QK_EPS) for heads in (q, k))

@@ -32,7 +32,17 @@ __all__ = [
     "supported_model_types",
 ]
 
-_FAMILIES = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next")
+_FAMILIES = (
+    "glm4_moe",
+    "gpt_oss",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_moe",
+    "qwen3_next",
+)
 # Tables that old checkpoints store although they follow from the config.
 _DERIVED = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
 _log = logging.getLogger(__name__)

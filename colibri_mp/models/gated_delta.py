@@ -13,13 +13,14 @@ from colibri_mp.checkpoint.safetensors_header import TensorInfo
 from colibri_mp.errors import CheckpointError
 from colibri_mp.models.config import ConfigReader
 from colibri_mp.models.decoder import (
+    BuildMlp,
     DecoderConfig,
+    FindMixer,
     build_model,
     find_attention,
     find_norm,
     read_decoder_config,
 )
-from colibri_mp.models.decoder import BuildMlp, FindMixer
 from colibri_mp.models.structure import AttentionTensors, DeltaNetTensors, LayerSpec, ModelSpec
 from colibri_mp.specs import AttentionSpec, DeltaNetSpec
 
@@ -90,7 +91,9 @@ def find_flat_delta_net(table: TensorTable, layer_path: str, spec: DeltaNetSpec)
     path = f"{layer_path}.linear_attn"
     gate = Shape((spec.num_value_heads, spec.hidden), "linear_num_value_heads, hidden_size")
     return DeltaNetTensors(
-        qkv=table.matrix(f"{path}.in_proj_qkv", Shape((spec.conv_width, spec.hidden), "rows of q, k and v, hidden_size")),
+        qkv=table.matrix(
+            f"{path}.in_proj_qkv", Shape((spec.conv_width, spec.hidden), "rows of q, k and v, hidden_size")
+        ),
         z=table.matrix(f"{path}.in_proj_z", Shape((spec.value_width, spec.hidden), "rows of v, hidden_size")),
         b=table.matrix(f"{path}.in_proj_b", gate),
         a=table.matrix(f"{path}.in_proj_a", gate),
@@ -104,7 +107,9 @@ def _common(table: TensorTable, layer_path: str, spec: DeltaNetSpec) -> dict[str
     return {
         "norm": find_norm(table, f"{layer_path}.input_layernorm", spec.hidden),
         "out": table.matrix(f"{path}.out_proj", Shape((spec.hidden, spec.value_width), "hidden_size, rows of v")),
-        "conv": table.vector(f"{path}.conv1d.weight", Shape((spec.conv_width, *taps), "channels, linear_conv_kernel_dim")),
+        "conv": table.vector(
+            f"{path}.conv1d.weight", Shape((spec.conv_width, *taps), "channels, linear_conv_kernel_dim")
+        ),
         "a_log": table.vector(f"{path}.A_log", heads),
         "dt_bias": table.vector(f"{path}.dt_bias", heads),
         "head_norm": table.vector(f"{path}.norm.weight", Shape((spec.value_dim,), "linear_value_head_dim")),
@@ -118,17 +123,16 @@ def _is_mlx(table: TensorTable, path: str) -> bool:
 
 
 def build_hybrid(
-    model_type: str, table: TensorTable, decoder: DecoderConfig, build_mlp: BuildMlp, find_delta_net: FindMixer,
-    root: str = "model", head: str = "lm_head",
-) -> ModelSpec:  # fmt: skip
-    """The whole model; `root` and `head`: paths of the decoder and of the head."""
+    model_type: str, table: TensorTable, decoder: DecoderConfig, build_mlp: BuildMlp, find_delta_net: FindMixer
+) -> ModelSpec:
+    """The whole model."""
 
     def find_mixer(table: TensorTable, layer_path: str, spec: Any) -> AttentionTensors | DeltaNetTensors:
         is_delta = isinstance(spec, DeltaNetSpec)
         return find_delta_net(table, layer_path, spec) if is_delta else find_gated_attention(table, layer_path, spec)
 
-    model = build_model(model_type, table, decoder, build_mlp, find_mixer, root=root, head=head)
-    paths = (f"{root}.layers.{layer}.linear_attn" for layer in range(decoder.num_layers))
+    model = build_model(model_type, table, decoder, build_mlp, find_mixer=find_mixer)
+    paths = (f"{decoder.root}.layers.{layer}.linear_attn" for layer in range(decoder.num_layers))
     if any(_is_mlx(table, path) for path in paths):
         return model
     return replace(

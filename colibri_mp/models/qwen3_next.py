@@ -1,8 +1,8 @@
 """Qwen3-Next. Reference: transformers/models/qwen3_next/modeling_qwen3_next.py.
 
-Three layers of gated delta net, then one of gated attention (`full_attention_interval`, or `layer_types`); a quarter of a head turns; norms are
-zero-centred. Experts, shared expert and dense layers as in Qwen2-MoE, weights renormalised by default. What predicts further tokens
-(`mtp.`) is left out.
+Three layers of gated delta net, then one of gated attention (`full_attention_interval`, or `layer_types`); a quarter of a head turns;
+norms are zero-centred. Experts, shared expert and dense layers as in Qwen2-MoE, weights renormalised by default. What predicts further
+tokens (`mtp.`) is left out.
 """
 
 from colibri_mp.checkpoint.matrices import TensorTable

@@ -7,10 +7,14 @@ import numpy as np
 import pytest
 
 from colibri_mp.errors import SessionError
-from colibri_mp.kernels.kv_cache import BLOCK_TOKENS, KVCache
+from colibri_mp.kernels.delta_net import DeltaStates
+from colibri_mp.kernels.kv_cache import KVCache
+from colibri_mp.kernels.paged_cache import BLOCK_TOKENS
+from colibri_mp.kernels.state_memory import StateMemory
 from colibri_mp.kvcache import BlockAllocator
-from colibri_mp.prefix import PrefixSharing
+from colibri_mp.scheduler import Scheduler
 from colibri_mp.session_store import SessionStore
+from colibri_mp.specs import DeltaNetSpec
 
 IDENTITY: dict[str, Any] = {"fingerprint": "f00d", "planes": 3}
 TOKENS = list(range(3 * BLOCK_TOKENS))
@@ -19,11 +23,15 @@ TOKENS = list(range(3 * BLOCK_TOKENS))
 class Side:
     """A cache with its bookkeeping and a store over both."""
 
-    def __init__(self, identity: dict[str, Any] = IDENTITY, head_dim: int = 16, root: str | None = "root") -> None:
+    def __init__(
+        self, identity: dict[str, Any] = IDENTITY, head_dim: int = 16, root: str | None = "root", num_slots: int = 0
+    ) -> None:
         self.kv = KVCache(2, 5, 3, head_dim)
-        self.allocator = BlockAllocator(5, BLOCK_TOKENS)
-        self.prefix = PrefixSharing(self.allocator, SequenceStates(0, BLOCK_TOKENS), root)
-        self.store = SessionStore(self.kv, self.allocator, self.prefix, identity)
+        self.scheduler = Scheduler(BlockAllocator(5, BLOCK_TOKENS), 8, None, root, num_slots)
+        self.allocator, self.prefix = self.scheduler.allocator, self.scheduler.prefix
+        spec = DeltaNetSpec(16, 1, 1, 16, 16, 4, 1e-6)
+        self.states = StateMemory([DeltaStates(spec, 2, num_slots)] if num_slots else [])
+        self.store = SessionStore(self.kv, self.states, self.scheduler, identity)
 
     def find(self) -> list[int]:
         """The blocks that are cached for TOKENS."""
