@@ -49,7 +49,8 @@ def test_every_fixture_loads(folder: Path) -> None:
     stored = sum(matrix.stored_bytes for matrix in model.resident_matrices())
     stored += sum(layer.stored_bytes * layer.num_experts for layer in model.expert_layers)
     small = sum(info.nbytes for info in model.resident_vectors())
-    assert stored + small == sum(info.nbytes for info in checkpoint.tensors.values())
+    kept = [info for info in checkpoint.tensors.values() if not info.name.startswith(("model.visual.", "mtp."))]
+    assert stored + small == sum(info.nbytes for info in kept)
     assert pickle.loads(pickle.dumps(model)).rope == model.rope
 
 
