@@ -25,7 +25,7 @@ class SharedPrefixes(RuleBasedStateMachine):
     def start(self, num_blocks: int, max_rows: int, shares: bool, num_slots: int) -> None:
         """Few blocks and slots, so that what is cached or kept is evicted."""
         root = "root" if shares else None
-        self.scheduler = Scheduler(BlockAllocator(num_blocks, BLOCK), max_rows, None, root, num_slots)
+        self.scheduler = Scheduler(BlockAllocator(num_blocks, BLOCK), max_rows, None, root, num_state_slots=num_slots)
         self.states: list[list[int]] = [[GARBAGE]] * num_slots
         self.memory = np.full((num_blocks, BLOCK), GARBAGE)
         self.ended: list[list[int]] = []

@@ -27,7 +27,7 @@ class Side:
         self, identity: dict[str, Any] = IDENTITY, head_dim: int = 16, root: str | None = "root", num_slots: int = 0
     ) -> None:
         self.kv = KVCache(2, 5, 3, head_dim)
-        self.scheduler = Scheduler(BlockAllocator(5, BLOCK_TOKENS), 8, None, root, num_slots)
+        self.scheduler = Scheduler(BlockAllocator(5, BLOCK_TOKENS), 8, None, root, num_state_slots=num_slots)
         self.allocator, self.prefix = self.scheduler.allocator, self.scheduler.prefix
         spec = DeltaNetSpec(16, 1, 1, 16, 16, 4, 1e-6)
         self.states = StateMemory([DeltaStates(spec, 2, num_slots)] if num_slots else [])
