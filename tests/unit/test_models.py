@@ -235,8 +235,8 @@ def test_rope(tmp_path: Path, case: tuple[Config, RopeSpec, int]) -> None:
 
 BAD_CONFIGS: dict[str, tuple[Config, str]] = {
     "unknown type": (
-        {"model_type": "qwen3_next"},
-        "'qwen3_next' is not supported.*nearest: 'qwen3_moe'.*mixtral, olmoe",
+        {"model_type": "qwen3_moes"},
+        "'qwen3_moes' is not supported.*nearest: 'qwen3_moe'.*mixtral, olmoe",
     ),
     "type far from all": ({"model_type": "gpt2"}, "'gpt2' is not supported; supported are"),
     "no type": ({"model_type": None}, "has no model_type"),
