@@ -3,7 +3,7 @@
 As Qwen3-Next, with a matrix for each input of the delta nets and without dense layers; weights of experts are always renormalised. The
 published checkpoints are of a model that sees: its text model is in `text_config` and below `model.language_model`; what sees
 (`model.visual`, in MLX's `vision_tower`) is left out, and so is what predicts further tokens. With text alone the three position ids of
-its rotary embedding are one and the same. A text model by itself is `qwen3_5_moe_text`.
+its rotary embedding are one and the same. The type of a text model by itself is `qwen3_5_moe_text`.
 """
 
 from dataclasses import replace
