@@ -52,16 +52,16 @@ def take_rows(matrix: StoredMatrix, runs: Sequence[tuple[int, int]]) -> StoredMa
     Raises `CheckpointError` if its scales belong to more rows than a run has.
     """
     assert len(matrix.pieces) == len(matrix.encoding.parts)
-    whole = matrix.encoding.part_bytes(matrix.rows, matrix.cols)
+    encoding, cols = matrix.encoding, matrix.cols
     for first, count in runs:
-        if any(size * row % matrix.rows for row in (first, count) for size in whole):
+        if first % encoding.row_tile or count % encoding.row_tile:
             raise CheckpointError(
                 f"{matrix.name}: rows {first} to {first + count} cannot be taken by themselves, "
-                f"stored as {matrix.encoding.describe()}; use a checkpoint with another quantisation of this matrix"
+                f"stored as {encoding.describe()}; use a checkpoint with another quantisation of this matrix"
             )
     pieces = tuple(
-        Piece(piece.file_idx, piece.offset + piece.nbytes * first // matrix.rows, piece.nbytes * count // matrix.rows)
-        for piece in matrix.pieces
+        Piece(piece.file_idx, piece.offset + encoding.part_bytes(first, cols)[i], encoding.part_bytes(count, cols)[i])
+        for i, piece in enumerate(matrix.pieces)
         for first, count in runs
     )
     return replace(matrix, rows=sum(count for _, count in runs), pieces=pieces)
