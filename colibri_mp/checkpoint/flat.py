@@ -6,8 +6,8 @@
                  low nibble first        R C / g       scales of groups, g the first of 16 32 48 64 96 128 192 256 that fits
     R C          E4M3                    R/128 C/128   scales of tiles of 128 x 128, rounded up (where as many are not scales by row)
 
-Experts of OLMoE lie otherwise: `merged`. Everything else of such a folder is as in other checkpoints: config.json, the names of Hugging Face,
-norms and routers plain.
+Experts of OLMoE lie otherwise: `merged`. Everything else of such a folder is as in other checkpoints: config.json, the names of Hugging
+Face, norms and routers plain.
 """
 
 from collections.abc import Iterator
