@@ -102,6 +102,8 @@ class Sizes:
             yield from self.worker_terms(worker_id, group)
         yield Term("coordinator", f"scratch, {self.chunk} rows a step", self.coordinator_scratch())
         yield Term("coordinator", f"logits, {rows} rows a step", self.logits())
+        if self.model.uses_predictor:
+            yield Term("coordinator", "scratch of the predictor", self.predictor_scratch())
         bits = self.config.kv_bits
         name = f"KV cache, {self.kv_tokens} tokens" + (f" in {bits} bits" if bits != 32 else "")
         yield Term("coordinator", name, kinds.kv_bytes(self.model, self.kv_tokens, bits))
@@ -147,6 +149,10 @@ class Sizes:
             + (lookahead_bytes(model) if self.config.lookahead != "off" else 0)
             + self._messages()
         )
+
+    def predictor_scratch(self) -> int:
+        """Hidden states that wait for it, old and new, and for a step's rows: embedding, norms, both together, prepared rows, product."""
+        return self.chunk * self.model.hidden * (3 * 4 + 2 * 8 + 8 + 9 + 8)
 
     def worker_scratch(self, group: Sequence[ExpertLayer]) -> int:
         """One stage for each shape among the worker's layers, and messages."""

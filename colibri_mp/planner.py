@@ -83,7 +83,7 @@ class Plan:
 def plan_for(config: LaunchConfig, progress: Callable[[str], None]) -> Plan:
     """The plan for a configuration, from the headers of its checkpoint and the memory that there is now."""
     checkpoint = Checkpoint.open(resolve(config.model, progress))
-    return plan_now(checkpoint, with_lossy_options(load_model(checkpoint), config), config)
+    return plan_now(checkpoint, with_lossy_options(load_model(checkpoint, predicts=config.draft > 0), config), config)
 
 
 def plan_now(checkpoint: Checkpoint, model: ModelSpec, config: LaunchConfig) -> Plan:
