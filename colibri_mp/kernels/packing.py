@@ -276,51 +276,49 @@ def _pack_affine(
 
 
 @compiled
-def _pack_byte_scales(scales: int, groups: int, num_rows: int, target: int) -> None:
-    """Scales u8 [num_rows, groups] -> [groups][16]."""
-    for row in range(16):
+def _pack_byte_scales(scales: int, groups: int, num_rows: int, target: int, line_bytes: int) -> None:
+    """Scales u8 [num_rows, groups] -> [groups][16], four of them in a line."""
+    for row in range(num_rows):
         for g in range(groups):
-            scale = get_u8(scales + row * groups + g) if row < num_rows else np.uint8(0)
-            set_u8(target + 16 * g + row, scale)
+            set_u8(target + g // 4 * line_bytes + g % 4 * 16 + row, get_u8(scales + row * groups + g))
 
 
 @compiled
-def _pack_tile_scales(scales: int, tiles: int, scale_bytes: int, target: int) -> None:
-    """Scales of one row of tiles, bf16 or float32 -> float32."""
+def _pack_tile_scales(scales: int, tiles: int, scale_bytes: int, target: int, line_bytes: int) -> None:
+    """Scales of one row of tiles, bf16 or float32 -> float32, 16 of them in a line."""
     for i in range(tiles):
+        place = target + i // 16 * line_bytes + i % 16 * 4
         if scale_bytes == 4:
-            set_f32(target + 4 * i, get_f32(scales + 4 * i))
+            set_f32(place, get_f32(scales + 4 * i))
         else:
-            set_u8(target + 4 * i, np.uint8(0))
-            set_u8(target + 4 * i + 1, np.uint8(0))
-            set_u8(target + 4 * i + 2, get_u8(scales + 2 * i))
-            set_u8(target + 4 * i + 3, get_u8(scales + 2 * i + 1))
+            set_u8(place + 2, get_u8(scales + 2 * i))
+            set_u8(place + 3, get_u8(scales + 2 * i + 1))
 
 
 @compiled
 def _pack_floats(
     parts: Any, rows: int, cols: int, sizes: Any, content: Any, target: int, block_bytes: int, scratch: int
 ) -> None:
-    """FP4 and FP8: the codes of a block, then its scales, then zeros.
-
-    parts: addresses of weight, its end, scales; sizes: bits, groups of a row, bytes of a scale, rows that share it.
+    """FP4 and FP8. parts: addresses of weight, its end, scales; sizes: bits, groups of a row, bytes of a scale, rows that share it, bytes
+    of the codes of a line.
     """
     weight, _, scales = parts
-    bits, groups, scale_bytes, row_tile = sizes
-    row_bytes = cols * bits // 8
-    vector_bytes = content[1]
-    num_vectors = 16 * row_bytes // vector_bytes
+    bits, groups, scale_bytes, row_tile, code_bytes = sizes
+    row_bytes, line_bytes = cols * bits // 8, layout.LINE_BYTES + code_bytes
+    per_line = code_bytes // content[1]
     for block in range((rows + 15) // 16):
         place, num_rows, first = target + block * block_bytes, min(16, rows - 16 * block), 16 * block
         at = weight + first * row_bytes
-        for i in range(0, block_bytes - 16 * row_bytes, 8):
-            set_u64(place + 16 * row_bytes + i, np.uint64(0))
-        _transpose_block(at, row_bytes, row_bytes, num_rows, place, content, num_vectors, _ANY, scratch)
+        for line in range(place, place + block_bytes, line_bytes):
+            for i in range(0, layout.LINE_BYTES, 8):
+                set_u64(line + i, np.uint64(0))
+        codes = place + layout.LINE_BYTES
+        _transpose_block(at, row_bytes, row_bytes, num_rows, codes, content, per_line, line_bytes, scratch)
         from_scales = scales + first // row_tile * groups * scale_bytes
         if row_tile == 1:
-            _pack_byte_scales(from_scales, groups, num_rows, place + 16 * row_bytes)
+            _pack_byte_scales(from_scales, groups, num_rows, place, line_bytes)
         else:
-            _pack_tile_scales(from_scales, groups, scale_bytes, place + 16 * row_bytes)
+            _pack_tile_scales(from_scales, groups, scale_bytes, place, line_bytes)
 
 
 @compiled
@@ -370,7 +368,8 @@ def pack_parts(
             _pack_affine(where, rows, cols, bits, group, element, contents, natives, target, sizes.step_bytes, scratch)
         case "mxfp4" | "nvfp4" | "mxfp8" | "fp8":
             content = (_WORDS if bits == 4 else _HALVES).arguments()
-            numbers = bits, encoding.groups(rows, cols)[1], ELEMENT_BYTES[encoding.scale], encoding.row_tile
+            line = 2 * layout.groups_a_line(encoding.format) * group * bits
+            numbers = bits, encoding.groups(rows, cols)[1], ELEMENT_BYTES[encoding.scale], encoding.row_tile, line
             _pack_floats(where, rows, cols, numbers, content, target, sizes.block_bytes, scratch)
         case "grouped" | "row":
             shared = cols if encoding.kind == "row" else group
