@@ -72,6 +72,45 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerSpec:
+    """The indexer of sparse attention (DSA): which `top_k` positions a row's attention reads, once it sees more than so many.
+
+    `num_heads` queries of `head_dim` are made from the `query_rank` numbers that the attention's queries are made from too, one key from
+    the layer's normed input. The key is layer-normed (`norm_eps`), the first `rotary_dim` elements of both turn: pairs are
+    neighbours if `interleaved` (GLM-5), else halves (DeepSeek-V3.2).
+    """
+
+    hidden: int
+    query_rank: int
+    num_heads: int
+    head_dim: int
+    rotary_dim: int
+    top_k: int
+    interleaved: bool = True
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if min(self.hidden, self.query_rank, self.num_heads, self.top_k) <= 0:
+            raise CheckpointError(
+                f"an indexer of width {self.hidden} with {self.num_heads} heads from {self.query_rank} numbers that chooses "
+                f"{self.top_k} positions is impossible"
+            )
+        if not 0 < self.head_dim <= MAX_HEAD_DIM or self.head_dim % 2:
+            raise CheckpointError(
+                f"head_dim of an indexer must be even and at most {MAX_HEAD_DIM}, not {self.head_dim}"
+            )
+        if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
+            raise CheckpointError(
+                f"{self.rotary_dim} of the {self.head_dim} elements of an indexer's heads turn: must be even and no more than all"
+            )
+
+    @property
+    def q_width(self) -> int:
+        """Elements of all queries of a token."""
+        return self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
 class RouterSpec:
     """Scores over all experts, the `top_k` largest, their weights divided by their sum iff `norm_topk_prob`, times `scaling`.
 
