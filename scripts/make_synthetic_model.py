@@ -55,7 +55,15 @@ MLA_SIZES = {
 """Flags of families with latent attention: GLM-5.2's sizes, and the fields of config.json."""
 PRESETS = {
     "glm-5.2": {
-        **{"family": "glm_moe_dsa", "hidden": 6144, "layers": 7, "experts": 256, "top_k": 8, "width": 2048, "heads": 64},
+        **{
+            "family": "glm_moe_dsa",
+            "hidden": 6144,
+            "layers": 7,
+            "experts": 256,
+            "top_k": 8,
+            "width": 2048,
+            "heads": 64,
+        },
         **{"vocab": 154880, "ctx": 202752, "embed_bits": 8},
     }
 }
@@ -307,7 +315,14 @@ def mla_config(options: Options) -> dict[str, Any]:
     sizes = {name: options.mla[flag] for flag, (_, name) in MLA_SIZES.items()}
     experts = {"n_routed_experts": options.experts, "n_shared_experts": 1, "moe_intermediate_size": options.width}
     router = {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1}
-    return {**sizes, **experts, **router, "rope_theta": 1_000_000.0, "rope_interleave": True, "head_dim": sizes["qk_rope_head_dim"]}
+    return {
+        **sizes,
+        **experts,
+        **router,
+        "rope_theta": 1_000_000.0,
+        "rope_interleave": True,
+        "head_dim": sizes["qk_rope_head_dim"],
+    }
 
 
 def quantisation(options: Options) -> dict[str, Any]:
@@ -398,7 +413,9 @@ def write_container(folder: Path, options: Options) -> None:
     hollow = folder / "hollow"
     hollow.mkdir()
     write_model(hollow, options, is_hollow=True)
-    scales = {cols: to_bf16(scale_levels(1 / math.sqrt(cols), options.bits)) for cols in (options.hidden, options.width)}
+    scales = {
+        cols: to_bf16(scale_levels(1 / math.sqrt(cols), options.bits)) for cols in (options.hidden, options.width)
+    }
     fill_container(hollow, folder, scales, options.seed)
     shutil.rmtree(hollow)
 
@@ -491,7 +508,12 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Options]:
     add("--shards", type=positive, default=1, help="number of weight files (default %(default)s)")
     add("--embed-bits", type=int, choices=(0, 4, 8), default=0, help="of embedding and head (default: as all)")
     for flag, (size, name) in MLA_SIZES.items():
-        add(f"--{flag.replace('_', '-')}", type=positive, default=size, help=f"glm_moe_dsa: {name} (default %(default)s)")
+        add(
+            f"--{flag.replace('_', '-')}",
+            type=positive,
+            default=size,
+            help=f"glm_moe_dsa: {name} (default %(default)s)",
+        )
     add("--container", action="store_true", help="write a container: one read an expert")
     add("--seed", type=int, default=0, help="default %(default)s")
     add("--tokenizer", type=Path, help="folder whose tokenizer files are copied")
@@ -521,7 +543,9 @@ def problems(options: Options) -> Iterator[str]:
         columns = {"--hidden": options.hidden, "heads * head-dim": options.heads * options.head_dim}
         if options.mla:
             columns = {"--hidden": options.hidden, "heads * v-dim": options.heads * options.mla["v_dim"]}
-            columns |= {f"--{name.replace('_', '-')}": options.mla[name] for name in ("q_rank", "kv_rank", "dense_width")}
+            columns |= {
+                f"--{name.replace('_', '-')}": options.mla[name] for name in ("q_rank", "kv_rank", "dense_width")
+            }
         for name, cols in columns.items():
             if cols % group_size:
                 yield f"{name} = {cols} must be a multiple of {group_size}"

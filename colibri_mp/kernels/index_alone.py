@@ -1,7 +1,7 @@
 """An indexer as a stage of its own, for tests and benchmarks: attention has its phases among its own.
 
-    0      prepare   rows of h and of the query sources
-    1..4   `index_stage`
+0      prepare   rows of h and of the query sources
+1..4   `index_stage`
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The paged cache of an indexer's keys: float32, blocks of 16 positions as in `kv_cache`, one tile [head_dim][16 positions] a layer and block.
+"""The paged cache of an indexer's keys: float32, one tile [head_dim][16 positions] for each layer and block of 16 positions.
 
 A block id means the same 16 positions as in the cache of keys and values. Only layers that have an indexer have keys here.
 """
@@ -64,4 +64,5 @@ class IndexCache:
     def read(self, layer_idx: int, block_ids: Any, num_tokens: int) -> F32Array:
         """Keys of the positions 0 .. num_tokens - 1, float32 [n, head_dim], a copy. Plain numpy."""
         ids = np.asarray(block_ids)[: num_blocks_for(num_tokens)]
-        return self.tiles[layer_idx, ids].transpose(0, 2, 1).reshape(-1, self.head_dim)[:num_tokens].copy()
+        keys: F32Array = self.tiles[layer_idx, ids].transpose(0, 2, 1).reshape(-1, self.head_dim)
+        return keys[:num_tokens].copy()

@@ -24,7 +24,7 @@ def select_largest(scores: int, num_scores: int, top_k: int, chosen: int, histog
     num_scores >= top_k >= 1; histogram: scratch of HISTOGRAM_BYTES. No not-a-numbers are expected; they are ordered by their bits.
     """
     _make_keys(scores, num_scores)
-    prefix, wanted = np.int64(0), np.int64(top_k)
+    prefix, wanted = 0, top_k
     for shift, bits in ((21, 11), (10, 11), (0, 10)):
         _count(scores, num_scores, histogram, prefix, shift, bits)
         digit = (1 << bits) - 1

@@ -58,5 +58,3 @@ def _prefetch_share(builder: Any, group: Any, num_groups: Any, head_dim: Any, ne
     first = builder.add(next_keys, builder.mul(builder.mul(group, share), constant(I64, _VECTOR_BYTES)))
     with cgutils.for_range(builder, share, intp=I64) as loop:
         prefetch(builder, builder.add(first, builder.mul(loop.index, constant(I64, _VECTOR_BYTES))))
-
-

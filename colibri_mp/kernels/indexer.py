@@ -95,7 +95,9 @@ class Indexer:
             name: aligned_bytes(max_tokens * _largest_prepared(cols)) for name, cols in sizes.columns.items()
         }
         self._template = self._make_template(sizes)
-        self._frames: dict[int, tuple[IndexerWeights, NDArray[np.void], NDArray[np.int64], list[NDArray[np.int64]]]] = {}
+        self._frames: dict[
+            int, tuple[IndexerWeights, NDArray[np.void], NDArray[np.int64], list[NDArray[np.int64]]]
+        ] = {}
         self._choices: WeakKeyDictionary[Batch, Choice] = WeakKeyDictionary()
         self._idle = np.zeros(1, FRAME)
 
@@ -130,7 +132,7 @@ class Indexer:
     def frame(self, weights: IndexerWeights, cache: IndexCache, layer_idx: int, batch: Batch) -> NDArray[np.void]:
         """The frame of a layer's indexer, shape (1,); valid until the next call with these weights.
 
-        `layer_idx` counts the layers of `cache`. The caller has seen to it that the batch's positions are in its blocks, and those in the cache.
+        `layer_idx` counts the layers of `cache`. The caller has seen to it that the batch's positions are in blocks that exist.
         """
         assert 1 <= batch.positions.size <= self.max_tokens
         assert 0 <= layer_idx < cache.num_layers

@@ -24,9 +24,7 @@ def layer_norm(x: F32Array, weight: F32Array, bias: F32Array, eps: float) -> F32
 def turn_pairs(heads: F32Array, tables: RopeTables, positions: NDArray[np.int32], interleaved: bool) -> F32Array:
     """Rotary embedding of the first elements of [T, heads, head_dim]; pairs are neighbours if `interleaved`, else halves."""
     width, half = tables.rotary_dim, tables.rotary_dim // 2
-    first, second = (
-        (slice(0, width, 2), slice(1, width, 2)) if interleaved else (slice(0, half), slice(half, width))
-    )
+    first, second = (slice(0, width, 2), slice(1, width, 2)) if interleaved else (slice(0, half), slice(half, width))
     cos, sin = tables.cos[positions][:, None, :], tables.sin[positions][:, None, :]
     turned = heads.copy()
     turned[..., first] = heads[..., first] * cos - heads[..., second] * sin

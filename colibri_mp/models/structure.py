@@ -41,6 +41,27 @@ class AttentionTensors:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerTensors:
+    """Of sparse attention's indexer: q [heads * head_dim, query_rank], k [head_dim, D], gates [heads, D]; k_norm and k_bias [head_dim]."""
+
+    q: StoredMatrix
+    k: StoredMatrix
+    gates: StoredMatrix
+    k_norm: TensorInfo
+    k_bias: TensorInfo
+
+    @property
+    def matrices(self) -> Iterator[StoredMatrix]:
+        """All projections."""
+        yield from (self.q, self.k, self.gates)
+
+    @property
+    def vectors(self) -> Iterator[TensorInfo]:
+        """The layer norm of the keys."""
+        yield from (self.k_norm, self.k_bias)
+
+
+@dataclass(frozen=True, slots=True)
 class DenseSpec:
     """A dense SwiGLU block: gate, up [F, D], down [D, F]."""
 

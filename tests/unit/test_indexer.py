@@ -61,7 +61,9 @@ def make_case(seed: int = 0, quantised: bool = False, **changes: object) -> Case
     return Case(spec, weights, rng)
 
 
-def run_chunked(alone: IndexerAlone, case: Case, rows: tuple[np.ndarray, np.ndarray], size: int, table: np.ndarray) -> tuple[list[list[int]], np.ndarray]:
+def run_chunked(
+    alone: IndexerAlone, case: Case, rows: tuple[np.ndarray, np.ndarray], size: int, table: np.ndarray
+) -> tuple[list[list[int]], np.ndarray]:
     """A prompt in chunks: the choices of all rows, and the keys in the cache."""
     h, sources = rows
     cache = case.cache(16 * (int(table.max()) + 1))
@@ -70,7 +72,9 @@ def run_chunked(alone: IndexerAlone, case: Case, rows: tuple[np.ndarray, np.ndar
     for start in range(0, len(h), size):
         end = min(len(h), start + size)
         batch = batch_of([(p, 0) for p in range(start, end)], table[None])
-        found = alone(np.ascontiguousarray(h[start:end]), np.ascontiguousarray(sources[start:end]), case.weights, cache, 1, batch)
+        found = alone(
+            np.ascontiguousarray(h[start:end]), np.ascontiguousarray(sources[start:end]), case.weights, cache, 1, batch
+        )
         chosen += [row.tolist() for row in found]
     return chosen, cache.read(1, table, len(h))
 
@@ -146,7 +150,9 @@ def select(scores: np.ndarray, top_k: int) -> list[int]:
     return chosen.tolist()
 
 
-@given(st.lists(st.sampled_from([0.0, 1.0, -1.0, 1e-30, -3e8, 3e8, 1.0000001, 2.0]), min_size=1, max_size=60), st.data())
+@given(
+    st.lists(st.sampled_from([0.0, 1.0, -1.0, 1e-30, -3e8, 3e8, 1.0000001, 2.0]), min_size=1, max_size=60), st.data()
+)
 @settings(max_examples=50, deadline=None)
 def test_ties_go_to_the_lowest_positions(values: list[float], data: st.DataObject) -> None:
     """The largest scores in ascending order of position, however many are equal."""
