@@ -27,11 +27,11 @@ class Stopping(Exception):
 
 def compile_kernels(
     encodings: frozenset[Encoding], planes: int, progress: Callable[[str], None], should_stop: Callable[[], bool],
-    quantises: bool = False,
+    quantises: bool = False, blocks: frozenset[str] = frozenset(),
 ) -> None:  # fmt: skip
     """Make sure that what the encodings need is in the cache; does nothing if it is, which takes a millisecond.
 
-    `quantises`: experts are quantised while they are read.
+    `quantises`: experts are quantised while they are read. `blocks`: see `kernels.warming`.
 
     Raises:
         MemoryPlanError: there is too little memory to compile.
@@ -41,7 +41,7 @@ def compile_kernels(
     folder = isa.prepare_cache()
     if folder.reason != isa.USER_CACHE:
         progress(f"compiled kernels are kept in {folder.path}: {folder.reason}")
-    if is_warm(encodings, planes, quantises):
+    if is_warm(encodings, planes, quantises, blocks):
         return
     if (room := tightest_room()).free_bytes < COMPILER_BYTES:
         raise MemoryPlanError(
@@ -50,7 +50,7 @@ def compile_kernels(
         )
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("spawn").Process(
-        target=_compile, args=(encodings, planes, quantises, theirs), name="colibri-compiler"
+        target=_compile, args=(encodings, planes, quantises, blocks, theirs), name="colibri-compiler"
     )
     kills = KillCounter()
     process.start()
@@ -80,7 +80,9 @@ def _follow(connection: Connection, progress: Callable[[str], None], should_stop
                 return
 
 
-def _compile(encodings: frozenset[Encoding], planes: int, quantises: bool, connection: Connection) -> None:
+def _compile(
+    encodings: frozenset[Encoding], planes: int, quantises: bool, blocks: frozenset[str], connection: Connection
+) -> None:
     """The process: compile, and say what."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    warm(encodings, lambda text: connection.send_bytes(text.encode()), planes, quantises)
+    warm(encodings, lambda text: connection.send_bytes(text.encode()), planes, quantises, blocks)

@@ -2,14 +2,14 @@
 
     x = embed[tokens]                                        [T, D]
     for each layer:
-        x += attention(norm(x))                              here, on the KV cache
+        x += mixer(norm(x))                                  here: attention on the KV cache, or what the layer has in its place
         h, ids, weights = router(norm(x))                    here: which experts, how much of each
         x += shared expert(h), if there is one               here, while the owner computes
         x += sum of weights * experts(h)                     the owner of the layer, over ZeroMQ (a dense block: here)
     logits = head(norm(x))                                   [R, V] of the rows that are asked for
 
-`Coordinator.launch` builds all of it in the order that hides the most: plan, kernels, spawn the workers, and load the
-resident weights while they start.
+"Here" is a `backend.Backend`. `Coordinator.launch` builds all of it in the order that hides the most: plan, kernels, spawn the
+workers, and load the resident weights while they start.
 """
 
 import os
@@ -24,6 +24,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
+from colibri_mp.backend import Backend, Blocks
 from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.checkpoint.hub import resolve
 from colibri_mp.checkpoint.source import Checkpoint
@@ -31,29 +32,24 @@ from colibri_mp.checksums import describe as describe_checksums
 from colibri_mp.checksums import with_checksums
 from colibri_mp.compiling import Stopping, compile_kernels
 from colibri_mp.config import LaunchConfig
+from colibri_mp.cpu_backend import CpuBackend
 from colibri_mp.disks import ExpertMemory, choose_copies
 from colibri_mp.formats import Encoding
 from colibri_mp.kernels import isa
-from colibri_mp.kernels.attention import AttentionStage, Batch
-from colibri_mp.kernels.block import BlockStage
-from colibri_mp.kernels.head import HeadStage
-from colibri_mp.kernels.kv_cache import num_blocks_for
-from colibri_mp.kernels.kv_cache8 import CACHES
-from colibri_mp.kernels.layout import gather_rows
-from colibri_mp.kernels.norm import rms_norm
-from colibri_mp.kernels.resident_expert import ResidentExpert
-from colibri_mp.kernels.rope import rope_tables
-from colibri_mp.kernels.router import RouterStage
+from colibri_mp.kernels.attention_inputs import Batch
+from colibri_mp.kernels.paged_cache import num_blocks_for
 from colibri_mp.kernels.team import ThreadTeam
 from colibri_mp.limits import tightest_room
 from colibri_mp.lossy import lossy_options, with_lossy_options
 from colibri_mp.messages import Floats, Ints, PoolEvent, StepCounters
+from colibri_mp.mixers import kinds
+from colibri_mp.mixers.kind import StageLimits
 from colibri_mp.models import load_model
-from colibri_mp.models.structure import ModelSpec
+from colibri_mp.models.structure import LayerSpec, ModelSpec, MoeSpec
 from colibri_mp.phases import ATTENTION, COMPUTE, StepClock
 from colibri_mp.plan_terms import max_logit_rows
 from colibri_mp.planner import Plan, plan_now, split_slabs
-from colibri_mp.resident import ResidentLayer, load_resident
+from colibri_mp.resident import load_resident
 from colibri_mp.rundir import ClusterInfo, RunDir
 from colibri_mp.scheduler import Look, Rows
 from colibri_mp.shm.layout import LayerSlots, pool_bytes
@@ -86,14 +82,14 @@ class Coordinator:
         self.supervisor = supervisor
         self.notes: tuple[str, ...] = plan.notes
         self.pools: list[PoolView] = []
-        self.weights = load_resident(checkpoint, model)
+        weights = load_resident(checkpoint, model)
         self.max_context = plan.ctx_tokens
         self.vocab_size = model.vocab_size
         self.max_logit_rows = max_logit_rows(model.vocab_size, plan.prefill_chunk)
         self.clock = StepClock(len(model.layers))
         self.trace = trace
         self.can_be_joined = isinstance(trace, NoTrace)  # a trace tells one step after the other
-        self.tiers = Tiers(config, model, plan, usage, self.weights.layers, supervisor, lone_team)
+        self.tiers = Tiers(config, model, plan, usage, weights.layers, supervisor, lone_team)
         self.lossy: tuple[str, ...] = ()
         self.on_wait: Callable[[], None] = lambda: None  # called in each layer, while its worker computes
         self._should_stop = should_stop
@@ -104,25 +100,12 @@ class Coordinator:
         # Counters by layer; added up when somebody asks, who may be the control thread, or now and then.
         self._uncounted: deque[tuple[int, StepCounters]] = deque()
         self._counting = threading.Lock()
-        attention = model.attention
-        max_rows = plan.prefill_chunk
-        self.kv = CACHES[config.kv_bits](
-            len(model.layers), num_blocks_for(plan.kv_tokens), attention.num_kv_heads, attention.head_dim
-        )
-        self._rope = rope_tables(model.rope, plan.ctx_tokens)
-        self._attention = AttentionStage(
-            team, attention, self._rope, max_rows, plan.ctx_tokens, config.planes, config.kv_bits
-        )
         self._may_drop = model.router.top_p < 1
-        router = RouterStage(team, model.router, model.hidden, model.norm_eps, max_rows)
-        self._block = BlockStage(team, self._attention, router)
-        self._head = HeadStage(team, model.hidden, model.vocab_size, model.norm_eps, self.max_logit_rows, config.planes)
-        residents = (layer.resident_expert for layer in model.layers)
-        shapes = {expert.shape for expert in residents if expert is not None}
-        stages = {shape: ResidentExpert(team, shape, max_rows, config.planes) for shape in shapes}
-        self._experts = [
-            None if layer.resident_expert is None else stages[layer.resident_expert.shape] for layer in model.layers
-        ]
+        limits = StageLimits(plan.prefill_chunk, plan.ctx_tokens, team.num_threads, config.planes, config.kv_bits)
+        self._backend: Backend = CpuBackend(
+            team, model, weights, limits, num_blocks_for(plan.kv_tokens), self.max_logit_rows
+        )
+        self.kv: Blocks = self._backend.caches
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
@@ -137,7 +120,9 @@ class Coordinator:
         model, lossy = with_lossy_options(published, config), lossy_options(published, config)
         plan = plan_now(checkpoint, model, config)
         usage = open_usage(model, config.usage, checkpoint.fingerprint)
-        compile_kernels(encodings_of(model), config.planes, progress, should_stop, model.quantises_experts)
+        compile_kernels(
+            encodings_of(model), config.planes, progress, should_stop, model.quantises_experts, kinds.blocks(model)
+        )
         experts = with_checksums(model.expert_layers, checkpoint.fingerprint)
         copies = choose_copies(checkpoint, experts, config, expert_memory(experts, plan), progress)
         eviction = choose_eviction(config, model, usage)
@@ -190,10 +175,9 @@ class Coordinator:
         self.trace.start_step(step, *count_rows(rows))
         self.tiers.start_step(step, rows)
         batch = make_batch(rows)
-        weights = self.weights
         tokens = np.array([t for part in rows for t in part.token_ids], np.int32)
-        x = gather_rows(weights.embed, tokens)
-        for layer_idx, layer in enumerate(weights.layers):
+        x = self._backend.embed(tokens)
+        for layer_idx, layer in enumerate(self.model.layers):
             if self._should_stop():
                 raise Stopping
             if (left := look()) is not None:
@@ -209,27 +193,23 @@ class Coordinator:
             self._count()
         clock.start_head()
         wanted = logit_rows(rows)
-        logits = (
-            self._head(x[wanted], weights.final_norm, weights.head)
-            if wanted
-            else np.empty((0, self.vocab_size), np.float32)
-        )
+        logits = self._backend.head(x[wanted]) if wanted else np.empty((0, self.vocab_size), np.float32)
         clock.end_step()
         self.trace.end_step(clock.step_s)
         self.tiers.end_step(clock.step_s, len(x))
         return logits
 
-    def _advance(self, step: int, x: Floats, layer: ResidentLayer, layer_idx: int, batch: Batch) -> None:
-        """One layer: x += attention(norm(x)), x += mlp(norm(x)), in place."""
-        clock = self.clock
-        if layer.router is None:
-            self._attention(x, layer.attention, self.kv, layer_idx, batch)
+    def _advance(self, step: int, x: Floats, layer: LayerSpec, layer_idx: int, batch: Batch) -> None:
+        """One layer: x += mixer(norm(x)), x += mlp(norm(x)), in place."""
+        clock, backend = self.clock, self._backend
+        if not isinstance(layer.mlp, MoeSpec):
+            backend.mix(layer_idx, x, batch)
             clock.lap(ATTENTION)
-            self._add_resident_expert(x, rms_norm(x, layer.mlp_norm, self.model.norm_eps), layer, layer_idx)
+            x += backend.resident_expert(layer_idx, backend.mlp_norm(layer_idx, x))
             clock.lap(COMPUTE)
             return
-        h, ids, weights = self._block(x, layer.attention, self.kv, layer_idx, batch, layer.mlp_norm, layer.router)
-        clock.lap_block(self._block.attention_ended_s)
+        h, ids, weights = backend.mix_and_route(layer_idx, x, batch)
+        clock.lap_block(backend.mixer_ended_s)
         routed = self.supervisor.route(
             step,
             layer_idx,
@@ -247,19 +227,12 @@ class Coordinator:
         clock.end_layer()
         self.trace.add_layer(layer_idx, ids, num_choices, routed.counters, clock.layer_s)
 
-    def _while_waiting(self, x: Floats, h: Floats, ids: Ints, layer: ResidentLayer, layer_idx: int) -> None:
+    def _while_waiting(self, x: Floats, h: Floats, ids: Ints, layer: LayerSpec, layer_idx: int) -> None:
         """A worker computes: the time for what no result depends on, hints first, and for the shared expert."""
         self.on_wait()
         self.tiers.look(layer_idx, x, ids)
-        if layer.expert_slab is not None:
-            self._add_resident_expert(x, h, layer, layer_idx)
-
-    def _add_resident_expert(self, x: Floats, h: Floats, layer: ResidentLayer, layer_idx: int) -> None:
-        """x += the expert that every token uses, of h."""
-        stage = self._experts[layer_idx]
-        assert stage is not None
-        assert layer.expert_slab is not None
-        x += stage(h, layer.expert_slab, layer.expert_gate)
+        if layer.resident_expert is not None:
+            x += self._backend.resident_expert(layer_idx, h)
 
     def add_event(self, event: PoolEvent) -> None:
         """Something has happened to a pool beside the steps."""
@@ -383,7 +356,8 @@ def worker_configs(
 def encodings_of(model: ModelSpec) -> frozenset[Encoding]:
     """Every encoding that a matrix of the model has."""
     experts = (layer.encodings for layer in model.expert_layers)
-    return frozenset({matrix.encoding for matrix in model.resident_matrices()}).union(*experts)
+    others = {matrix.encoding for matrix in model.other_resident_matrices()}
+    return frozenset(others).union(kinds.encodings(model), *experts)
 
 
 def make_batch(rows: list[Rows]) -> Batch:

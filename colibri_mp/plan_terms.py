@@ -13,15 +13,14 @@ from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.checkpoint.source import Checkpoint
 from colibri_mp.config import LaunchConfig
 from colibri_mp.kernels import expert
-from colibri_mp.kernels.attention import AttentionStage
 from colibri_mp.kernels.head import HeadStage
-from colibri_mp.kernels.kv_cache import num_blocks_for
-from colibri_mp.kernels.kv_cache8 import CACHES
 from colibri_mp.kernels.layout import packed_bytes
 from colibri_mp.kernels.resident_expert import ResidentExpert
 from colibri_mp.kernels.rope import RopeTables
 from colibri_mp.kernels.router import RouterStage
 from colibri_mp.lookahead import MOST_ROWS
+from colibri_mp.mixers import kinds
+from colibri_mp.mixers.kind import StageLimits
 from colibri_mp.models.structure import ModelSpec, MoeSpec
 from colibri_mp.workers.expert_reader import scratch_bytes as read_scratch_bytes
 from colibri_mp.workers.slab_audit import audit_bytes
@@ -53,18 +52,11 @@ def max_logit_rows(vocab_size: int, prefill_chunk: int) -> int:
     return max(1, min(prefill_chunk, LOGITS_BYTES // (4 * vocab_size)))
 
 
-def kv_bytes(model: ModelSpec, num_tokens: int, bits: int) -> int:
-    """Bytes of the KV cache for `num_tokens` positions, all layers; `bits`: see `kernels.kv_cache8`."""
-    spec = model.attention
-    return CACHES[bits].nbytes(len(model.layers), num_blocks_for(num_tokens), spec.num_kv_heads, spec.head_dim)
-
-
 def resident_bytes(model: ModelSpec) -> int:
     """Bytes of the packed matrices that the coordinator keeps, dense blocks and shared experts included, and of all vectors."""
     vectors = sum(4 * math.prod(info.shape) for info in model.resident_vectors())
-    return vectors + sum(
-        packed_bytes(matrix.encoding.format, matrix.rows, matrix.cols) for matrix in model.resident_matrices()
-    )
+    others = sum(packed_bytes(m.encoding.format, m.rows, m.cols) for m in model.other_resident_matrices())
+    return vectors + kinds.matrix_bytes(model) + others
 
 
 def table_bytes(checkpoint: Checkpoint) -> int:
@@ -112,7 +104,7 @@ class Sizes:
         yield Term("coordinator", f"logits, {rows} rows a step", self.logits())
         bits = self.config.kv_bits
         name = f"KV cache, {self.kv_tokens} tokens" + (f" in {bits} bits" if bits != 32 else "")
-        yield Term("coordinator", name, kv_bytes(self.model, self.kv_tokens, bits))
+        yield Term("coordinator", name, kinds.kv_bytes(self.model, self.kv_tokens, bits))
 
     def worker_terms(self, worker_id: int, group: Sequence[ExpertLayer]) -> Iterator[Term]:
         """A worker's terms but its pool."""
@@ -137,15 +129,18 @@ class Sizes:
         vocab = self.model.vocab_size
         return HeadStage.scratch_bytes(self.model.hidden, vocab, self.logit_rows) + self.logit_rows * vocab * 4
 
+    @property
+    def limits(self) -> StageLimits:
+        """What the stages of mixers are made for."""
+        config = self.config
+        return StageLimits(self.chunk, self.ctx_tokens, self.num_threads, config.planes, config.kv_bits)
+
     def coordinator_scratch(self) -> int:
         """The stages' buffers, rotary tables, messages."""
         model, rows, planes = self.model, self.chunk, self.config.planes
         shapes = {layer.resident_expert.shape for layer in model.layers if layer.resident_expert is not None}
-        attention = AttentionStage.scratch_bytes(
-            model.attention, rows, self.ctx_tokens, self.num_threads, num_forms=_num_forms(model)
-        )
         return (
-            attention
+            kinds.scratch_bytes(model, self.limits)
             + RouterStage.scratch_bytes(model.router, model.hidden, rows)
             + sum(ResidentExpert.scratch_bytes(shape, rows, planes, self.num_threads) for shape in shapes)
             + RopeTables.nbytes_for(model.rope.rotary_dim, self.ctx_tokens)
@@ -165,9 +160,3 @@ class Sizes:
     def _messages(self) -> int:
         """A step's activations on their way: sent, received and decoded copies."""
         return 4 * self.chunk * self.model.hidden * 4
-
-
-def _num_forms(model: ModelSpec) -> int:
-    """Group sizes that the projections of one layer's attention mix, plain ones counting as one."""
-    tensors = (layer.tensors for layer in model.layers)
-    return max(len({matrix.encoding.group_size for matrix in (t.q, t.k, t.v, t.o)}) for t in tensors)

@@ -17,13 +17,14 @@ from colibri_mp.checkpoint.hub import resolve
 from colibri_mp.checkpoint.source import Checkpoint
 from colibri_mp.config import LaunchConfig, format_size, parse_size
 from colibri_mp.errors import ConfigError, MemoryPlanError
-from colibri_mp.kernels.kv_cache import BLOCK_TOKENS
+from colibri_mp.kernels.paged_cache import BLOCK_TOKENS
 from colibri_mp.limits import Room, address_space_bytes, tightest_room
 from colibri_mp.lossy import with_lossy_options
 from colibri_mp.memory import own_bytes, usable_cores
+from colibri_mp.mixers.kinds import kv_bytes
 from colibri_mp.models import load_model
 from colibri_mp.models.structure import ModelSpec
-from colibri_mp.plan_terms import Sizes, Term, kv_bytes, table_bytes, top_k
+from colibri_mp.plan_terms import Sizes, Term, table_bytes, top_k
 from colibri_mp.shm.layout import overhead_bytes
 from colibri_mp.shm.policy import LayerDemand, plan_slots
 from colibri_mp.shm.segment import free_shm_bytes

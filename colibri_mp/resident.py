@@ -5,29 +5,31 @@ on top of the packed sum that the plan states.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from colibri_mp.checkpoint.matrices import StoredMatrix
 from colibri_mp.checkpoint.safetensors_header import TensorInfo
 from colibri_mp.checkpoint.source import Bytes, Checkpoint
-from colibri_mp.kernels.attention import AttentionWeights
 from colibri_mp.kernels.layout import PackedMatrix, gather_rows, pack, packed_bytes
 from colibri_mp.kernels.router import RouterWeights
 from colibri_mp.kernels.team import aligned_bytes
 from colibri_mp.messages import Floats
-from colibri_mp.models.structure import AttentionTensors, DenseSpec, LayerSpec, ModelSpec, MoeSpec
+from colibri_mp.mixers.kinds import kind_of
+from colibri_mp.models.structure import DenseSpec, LayerSpec, ModelSpec, MoeSpec
 
 
 @dataclass(frozen=True)
 class ResidentLayer:
-    """One layer's resident part. `expert_slab`: the packed expert that every token uses, a dense block or a shared expert.
+    """One layer's resident part. `mixer`: weights as the stage of its kind takes them.
 
+    `expert_slab`: the packed expert that every token uses, a dense block or a shared expert.
     Without `router` there are no routed experts. `expert_gate` [D]: of a shared expert whose weight is a sigmoid.
     """
 
     spec: LayerSpec
-    attention: AttentionWeights
+    mixer: Any
     mlp_norm: Floats
     router: RouterWeights | None
     expert_slab: Bytes | None
@@ -67,7 +69,7 @@ class _Loader:
     def layer(self, spec: LayerSpec) -> ResidentLayer:
         return ResidentLayer(
             spec=spec,
-            attention=self._attention(spec.tensors, spec.attention.window),
+            mixer=kind_of(spec).load(self, spec.attention, spec.tensors),
             mlp_norm=self._checkpoint.read_vector(spec.mlp_norm),
             router=self._router(spec.mlp) if isinstance(spec.mlp, MoeSpec) else None,
             expert_slab=None if spec.resident_expert is None else self._expert(spec.resident_expert),
@@ -75,7 +77,7 @@ class _Loader:
         )
 
     def _router(self, spec: MoeSpec) -> RouterWeights:
-        return RouterWeights(self.matrix(spec.gate), self._vector(spec.gate_bias), self._vector(spec.correction))
+        return RouterWeights(self.matrix(spec.gate), self.vector(spec.gate_bias), self.vector(spec.correction))
 
     def _expert_gate(self, spec: MoeSpec) -> Floats | None:
         if spec.shared_gate is None:
@@ -83,6 +85,7 @@ class _Loader:
         return gather_rows(self.matrix(spec.shared_gate), np.zeros(1, np.int32)).reshape(-1)
 
     def matrix(self, stored: StoredMatrix) -> PackedMatrix:
+        """A matrix in the kernels' form."""
         packed = aligned_bytes(packed_bytes(stored.encoding.format, stored.rows, stored.cols))
         self._pack(stored, packed)
         return PackedMatrix(stored.encoding.format, stored.rows, stored.cols, packed)
@@ -102,22 +105,6 @@ class _Loader:
             self._pack(stored, slab[offset : offset + nbytes])
         return slab
 
-    def _attention(self, tensors: AttentionTensors, window: int | None) -> AttentionWeights:
-        return AttentionWeights(
-            norm=self._checkpoint.read_vector(tensors.norm),
-            q=self.matrix(tensors.q),
-            k=self.matrix(tensors.k),
-            v=self.matrix(tensors.v),
-            o=self.matrix(tensors.o),
-            q_bias=self._vector(tensors.q_bias),
-            k_bias=self._vector(tensors.k_bias),
-            v_bias=self._vector(tensors.v_bias),
-            o_bias=self._vector(tensors.o_bias),
-            q_norm=self._vector(tensors.q_norm),
-            k_norm=self._vector(tensors.k_norm),
-            sinks=self._vector(tensors.sinks),
-            window=window,
-        )
-
-    def _vector(self, info: TensorInfo | None) -> Floats | None:
+    def vector(self, info: TensorInfo | None) -> Floats | None:
+        """A vector as float32; None where there is none."""
         return None if info is None else self._checkpoint.read_vector(info)

@@ -34,7 +34,7 @@ from colibri_mp.coordinator import Coordinator
 from colibri_mp.engine import Engine
 from colibri_mp.errors import ColibriError, RequestError, WorkerDied
 from colibri_mp.handshake import Ready, Reporter, StartFailed, read_request
-from colibri_mp.kernels.kv_cache import BLOCK_TOKENS
+from colibri_mp.kernels.paged_cache import BLOCK_TOKENS
 from colibri_mp.kvcache import BlockAllocator
 from colibri_mp.limits import rooms
 from colibri_mp.memory import MemoryWatch

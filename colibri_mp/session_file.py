@@ -22,7 +22,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from colibri_mp.errors import SessionError, WriteError
-from colibri_mp.kernels.kv_cache import BLOCK_TOKENS
+from colibri_mp.kernels.paged_cache import BLOCK_TOKENS
 from colibri_mp.user_cache import replacing
 
 MAGIC = b"CLBRSESS"

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from colibri_mp.backend import Blocks
 from colibri_mp.errors import SessionError
-from colibri_mp.kernels.kv_cache import KVCache
 from colibri_mp.kvcache import BlockAllocator
 from colibri_mp.messages import Restored, Saved
 from colibri_mp.prefix import PrefixSharing
@@ -19,7 +19,7 @@ from colibri_mp.session_file import Bytes, SessionHead, read_session, write_sess
 class SessionStore:
     """`identity`: all that the values depend on beside the tokens; a file with another one is refused."""
 
-    def __init__(self, kv: KVCache, allocator: BlockAllocator, prefix: PrefixSharing, identity: dict[str, Any]) -> None:
+    def __init__(self, kv: Blocks, allocator: BlockAllocator, prefix: PrefixSharing, identity: dict[str, Any]) -> None:
         self._kv = kv
         self._allocator = allocator
         self._prefix = prefix
@@ -64,7 +64,7 @@ class _Restoring:
     """The blocks of one file on their way: held, and found by nobody until the whole file has proved right."""
 
     def __init__(
-        self, kv: KVCache, allocator: BlockAllocator, identity: dict[str, Any],
+        self, kv: Blocks, allocator: BlockAllocator, identity: dict[str, Any],
         make_keys: Callable[[list[int]], list[bytes]], path: Path,
     ) -> None:  # fmt: skip
         self._kv, self._allocator, self._identity = kv, allocator, identity

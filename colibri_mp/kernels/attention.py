@@ -20,10 +20,11 @@ from colibri_mp.kernels.attention_plan import PLACE, PLAN
 from colibri_mp.kernels.attention_rows import NORM_FULL, NORM_HEAD, NORM_NONE
 from colibri_mp.kernels.attention_stage import FRAME, STEP_FIELDS
 from colibri_mp.kernels.attention_tiles import SCORE_STRIDE, SPLIT_TOKENS
-from colibri_mp.kernels.kv_cache import BLOCK_TOKENS, KVCache, padded_head_dim
+from colibri_mp.kernels.kv_cache import KVCache, padded_head_dim
 from colibri_mp.kernels.kv_cache8 import CACHES
 from colibri_mp.kernels.layout import num_blocks
 from colibri_mp.kernels.linear import DEFAULT_PLANES, describe, row_table
+from colibri_mp.kernels.paged_cache import BLOCK_TOKENS
 from colibri_mp.kernels.rope import RopeTables
 from colibri_mp.kernels.team import ThreadTeam, aligned_bytes
 from colibri_mp.specs import AttentionSpec
@@ -48,6 +49,8 @@ class AttentionStage:
 
     `planes`: see `linear`; `kv_bits`: of the caches, see `kv_cache8`. Weights met in a call are kept (a few kB each) until the stage goes.
     """
+
+    block, block_dtype = attention_stage.BLOCK, attention_stage.BLOCK_FRAME
 
     def __init__(
         self,

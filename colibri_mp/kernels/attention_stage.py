@@ -19,6 +19,7 @@ from colibri_mp.kernels import attention_core as core
 from colibri_mp.kernels.attention_plan import PLACE, PLACE_BYTES
 from colibri_mp.kernels.attention_rows import add_row, clip_row, finish_projection, store_in_cache
 from colibri_mp.kernels.attention_tiles import SPLIT_TOKENS
+from colibri_mp.kernels.block import block_frame, finish_block
 from colibri_mp.kernels.jit import Native, compiled, fixed
 from colibri_mp.kernels.linear import MATRIX, blocks_per_chunk, multiply_blocks, prepare_rows
 from colibri_mp.kernels.norm import rms_norm_row
@@ -69,7 +70,7 @@ FRAME = np.dtype(
 _TOKENS_A_CHUNK = 4
 
 NUM_PHASES = 7
-_NORM, _PROJECT, _TURN, _ATTEND, _MERGE, _PREPARE, _OUTPUT = (fixed(phase) for phase in range(NUM_PHASES))
+_NORM, _PROJECT, _TURN, _ATTEND, _MERGE, _PREPARE, _OUTPUT, _FINISH = (fixed(phase) for phase in range(NUM_PHASES + 1))
 
 
 @compiled
@@ -275,3 +276,14 @@ def _attention_stage(frame: int, control: int, tag: int) -> None:
 
 
 STAGE = Native(_attention_stage)
+
+BLOCK_FRAME = block_frame(FRAME)
+
+
+def _attention_block(frame: int, control: int, tag: int) -> None:
+    job = record_at(frame, BLOCK_FRAME)
+    if attention_phases(job.mixer, control, tag):
+        finish_block(job.router, job.time, control, tag, _FINISH)
+
+
+BLOCK = Native(_attention_block)

@@ -1,76 +1,92 @@
-"""Everything that a layer does before its experts, as one compiled call: the attention block, then the router.
+"""Everything that a layer does before its experts, as one compiled call: the mixer, then the router.
 
-Between two answers of a worker the coordinator makes one such call, so that the threads are woken once for each layer.
+Between two answers of a worker the coordinator makes one such call, so that the threads are woken once for each layer. Each kind of
+mixer compiles its own, of its phases and `finish_block` (for the pattern see the end of `attention_stage`): neither a function nor the
+number of a phase may come from a frame (`team`).
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from colibri_mp.kernels import atomic, attention_stage, normed_linear
-from colibri_mp.kernels.attention import AttentionStage
-from colibri_mp.kernels.attention_inputs import AttentionWeights, Batch
-from colibri_mp.kernels.attention_stage import NUM_PHASES, attention_phases
+from colibri_mp.kernels import atomic, normed_linear
+from colibri_mp.kernels.attention_inputs import Batch
 from colibri_mp.kernels.jit import Native, compiled, fixed
-from colibri_mp.kernels.kv_cache import KVCache
+from colibri_mp.kernels.paged_cache import PagedCache
 from colibri_mp.kernels.router import RouterStage, RouterWeights, router_phases
 from colibri_mp.kernels.team import ThreadTeam, barrier, done, take
-from colibri_mp.kernels.vectors import record_at
 
 F32Array = NDArray[np.float32]
 I32Array = NDArray[np.int32]
 
-FRAME = np.dtype([("attention", attention_stage.FRAME), ("router", normed_linear.FRAME), ("time", np.int64)])
-_ROUTER_START = attention_stage.FRAME.itemsize
-_ROUTER_END = _ROUTER_START + normed_linear.FRAME.itemsize
-_TIME, _ROUTER, _ONE_CHUNK = (fixed(number) for number in (NUM_PHASES, NUM_PHASES + 1, 1))
+_ONE_CHUNK = fixed(1)
+
+
+def block_frame(mixer_frame: "np.dtype[np.void]") -> "np.dtype[np.void]":
+    """The frame of a mixer and a router together."""
+    return np.dtype([("mixer", mixer_frame), ("router", normed_linear.FRAME), ("time", np.int64)])
 
 
 @compiled
-def _time_phase(job: Any, control: int, tag: int) -> bool:
-    """Note when the attention has ended. False: the job is over, leave."""
-    if take(control, tag, _TIME, _ONE_CHUNK) >= 0:
-        atomic.clock_gettime(atomic.PERF_COUNTER_CLOCK, job.time)
-        done(control, _TIME)
-    return barrier(control, tag, _TIME, _ONE_CHUNK)
+def finish_block(router: Any, time: int, control: int, tag: int, first_phase: int) -> None:
+    """The phases after those of the mixer, numbered from `first_phase` on; `time`: address for when the mixer had ended."""
+    if take(control, tag, first_phase, _ONE_CHUNK) >= 0:
+        atomic.clock_gettime(atomic.PERF_COUNTER_CLOCK, time)
+        done(control, first_phase)
+    if barrier(control, tag, first_phase, _ONE_CHUNK):
+        router_phases(router, control, tag, first_phase + 1)
 
 
-def _block_stage(frame: int, control: int, tag: int) -> None:
-    job = record_at(frame, FRAME)
-    if attention_phases(job.attention, control, tag) and _time_phase(job, control, tag):
-        router_phases(job.router, control, tag, _ROUTER)
+class MixerStage(Protocol):
+    """A compiled mixer of one shape, with its scratch memory; for all layers of that shape, one call at a time."""
 
+    @property
+    def block(self) -> Native:
+        """The mixer and the router, of a frame of `block_dtype`."""
 
-STAGE = Native(_block_stage)
+    @property
+    def block_dtype(self) -> "np.dtype[np.void]":
+        """See `block_frame`."""
+
+    def __call__(self, x: F32Array, weights: Any, cache: Any, layer_idx: int, batch: Batch, /) -> None:
+        """x [T, D] float32, C-contiguous: x += mixer(norm(x)) in place.
+
+        `cache`: what the mixer keeps of earlier positions, of which this is layer `layer_idx`.
+        """
+
+    def frame(self, x: F32Array, weights: Any, cache: Any, layer_idx: int, batch: Batch, /) -> NDArray[np.void]:
+        """The frame of a call; valid until the next call with these weights."""
 
 
 class BlockStage:
-    """`attention` and `router` in one call, with the buffers and the bits of the two; they can still be called alone."""
+    """`mixer` and `router` in one call, with the buffers and the bits of the two; they can still be called alone."""
 
-    def __init__(self, team: ThreadTeam, attention: AttentionStage, router: RouterStage) -> None:
-        self._team, self._attention, self._router = team, attention, router
-        self._frame, self._time = np.zeros(1, FRAME), np.zeros(2, np.int64)
+    def __init__(self, team: ThreadTeam, mixer: MixerStage, router: RouterStage) -> None:
+        self._team, self._mixer, self._router = team, mixer, router
+        self._frame, self._time = np.zeros(1, mixer.block_dtype), np.zeros(2, np.int64)
         self._frame["time"] = self._time.ctypes.data
         self._bytes = self._frame.view(np.uint8)
+        self._router_start = mixer.block_dtype["mixer"].itemsize
+        self._router_end = self._router_start + normed_linear.FRAME.itemsize
 
     def __call__(
-        self, x: F32Array, weights: AttentionWeights, kv: KVCache, layer_idx: int, batch: Batch,
+        self, x: F32Array, weights: Any, cache: PagedCache | None, layer_idx: int, batch: Batch,
         mlp_norm: F32Array, router: RouterWeights,
     ) -> tuple[F32Array, I32Array, F32Array]:  # fmt: skip
-        """x [T, D] float32: x += attention(norm(x)) in place; then h = mlp_norm(x) [T, D], ids [T, K] and weights [T, K].
+        """x [T, D] float32: x += mixer(norm(x)) in place; then h = mlp_norm(x) [T, D], ids [T, K] and weights [T, K].
 
-        Arguments and errors: `AttentionStage`; results, which are views: `RouterStage`.
+        Arguments and errors: `MixerStage`; results, which are views: `RouterStage`.
         """
-        attention_frame = self._attention.frame(x, weights, kv, layer_idx, batch)
+        mixer_frame = self._mixer.frame(x, weights, cache, layer_idx, batch)
         router_frame = self._router.frame(x, mlp_norm, router)
-        self._bytes[:_ROUTER_START] = attention_frame.view(np.uint8)
-        self._bytes[_ROUTER_START:_ROUTER_END] = router_frame.view(np.uint8)
-        self._team.run(STAGE, self._frame)
+        self._bytes[: self._router_start] = mixer_frame.view(np.uint8)
+        self._bytes[self._router_start : self._router_end] = router_frame.view(np.uint8)
+        self._team.run(self._mixer.block, self._frame)
         return self._router.results(x.shape[0])
 
     @property
-    def attention_ended_s(self) -> float:
-        """When the attention of the last call ended, by `time.perf_counter`."""
+    def mixer_ended_s(self) -> float:
+        """When the mixer of the last call ended, by `time.perf_counter`."""
         seconds, nanoseconds = self._time.tolist()
         return float(seconds + nanoseconds * 1e-9)

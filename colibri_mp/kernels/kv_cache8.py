@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from colibri_mp.kernels.kv_cache import BLOCK_TOKENS, F32Array, KVCache, num_blocks_for, padded_head_dim
+from colibri_mp.kernels.kv_cache import F32Array, KVCache, padded_head_dim
+from colibri_mp.kernels.paged_cache import BLOCK_TOKENS, num_blocks_for
 
 _SCALES_BYTES = 4 * BLOCK_TOKENS
 

@@ -17,15 +17,17 @@ Step = tuple[str, Callable[[], None]]
 
 
 def warm(
-    encodings: Iterable[Encoding], progress: Callable[[str], None], planes: int = 3, quantises: bool = False
-) -> list[str]:
+    encodings: Iterable[Encoding], progress: Callable[[str], None], planes: int = 3, quantises: bool = False,
+    blocks: Iterable[str] = (),
+) -> list[str]:  # fmt: skip
     """Compile all stages, and the kernels for the encodings that a model's matrices have; returns the names of what was compiled.
 
-    `quantises`: the search for scales too. progress: told before each compilation, e.g. "compiling kernels for
-    avx512_vnni, once: expert FFN". Safe in several processes at once. Later calls return [] within a millisecond.
+    `quantises`: the search for scales too; `blocks`: these mixers with their routers (names in `BLOCKS`). progress: told before
+    each compilation, e.g. "compiling kernels for avx512_vnni, once: expert FFN". Safe in several processes at once. Later calls
+    return [] within a millisecond.
     """
     compiled = []
-    for name, compile_step in _missing(encodings, planes, quantises):
+    for name, compile_step in _missing(encodings, planes, quantises, blocks):
         progress(f"compiling kernels for {isa.current().value}, once: {name}")
         compile_step()
         with _noted().open("a") as file:
@@ -34,16 +36,19 @@ def warm(
     return compiled
 
 
-def is_warm(encodings: Iterable[Encoding], planes: int = 3, quantises: bool = False) -> bool:
+def is_warm(
+    encodings: Iterable[Encoding], planes: int = 3, quantises: bool = False, blocks: Iterable[str] = ()
+) -> bool:
     """Whether `warm` would find everything compiled."""
-    return not _missing(encodings, planes, quantises)
+    return not _missing(encodings, planes, quantises, blocks)
 
 
-def _missing(encodings: Iterable[Encoding], planes: int, quantises: bool) -> list[Step]:
+def _missing(encodings: Iterable[Encoding], planes: int, quantises: bool, blocks: Iterable[str]) -> list[Step]:
     before = set(_noted().read_text().splitlines()) if _noted().exists() else set()
     steps = [*_steps(sorted(set(encodings), key=str), planes)]
     if quantises:
         steps.append(("quantising", _warm_quantising))
+    steps += [(f"{name} and router", BLOCKS[name]) for name in sorted(blocks)]
     return [step for step in steps if step[0] not in before]
 
 
@@ -58,7 +63,6 @@ def _steps(encodings: Iterable[Encoding], planes: int) -> Iterator[Step]:
         name = f"products with {_name(matrix_format)}, {planes} planes"
         yield name, lambda matrix_format=matrix_format: _warm_format(matrix_format, planes)  # type: ignore[misc]  # likewise
     yield "expert FFN", _warm_experts
-    yield "attention and router", _warm_block
     yield "head", _warm_head
 
 
@@ -125,7 +129,7 @@ def _warm_experts() -> None:
         ResidentExpert(team, shape, 1)(x, slab, x[0])
 
 
-def _warm_block() -> None:
+def _warm_attention() -> None:
     import numpy as np
 
     from colibri_mp.kernels.attention import AttentionStage, AttentionWeights, Batch
@@ -162,3 +166,7 @@ def _warm_head() -> None:
     with ThreadTeam(2) as team:
         HeadStage(team, 16, 16, 1e-6, 1)(x, norm, matrix)
     rms_norm(x, norm, 1e-6)
+
+
+BLOCKS: dict[str, Callable[[], None]] = {"attention": _warm_attention}
+"""Mixers by name, each compiled together with the router."""

@@ -5,22 +5,32 @@ Names follow Hugging Face's `model.layers.N...`. Each function looks up and chec
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from colibri_mp.checkpoint.experts import STANDARD_NAMES, ExpertDims, find_experts
 from colibri_mp.checkpoint.matrices import Shape, TensorTable
 from colibri_mp.checkpoint.safetensors_header import TensorInfo
 from colibri_mp.errors import CheckpointError
 from colibri_mp.models.config import ConfigReader, read_max_context, read_rope
-from colibri_mp.models.structure import AttentionTensors, DenseSpec, LayerSpec, ModelSpec, MoeSpec
+from colibri_mp.models.structure import (
+    AttentionTensors,
+    DenseSpec,
+    LayerSpec,
+    MixerSpec,
+    MixerTensors,
+    ModelSpec,
+    MoeSpec,
+)
 from colibri_mp.specs import AttentionSpec, QKNorm, RopeSpec, RouterSpec
 
 MOST_PREDICTORS = 16
 BuildMlp = Callable[[TensorTable, int], MoeSpec | DenseSpec]
+FindMixer = Callable[[TensorTable, str, Any], MixerTensors]
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """The fields of config.json that every family has. `layer_attention`: of each layer, where they are not all `attention`."""
+    """The fields of config.json that every family has. `layer_mixers`: of each layer, where they are not all `attention`."""
 
     hidden: int
     num_layers: int
@@ -30,7 +40,7 @@ class DecoderConfig:
     tied: bool
     attention: AttentionSpec
     rope: RopeSpec
-    layer_attention: tuple[AttentionSpec, ...] = ()
+    layer_mixers: tuple[MixerSpec, ...] = ()
 
 
 def read_decoder_config(
@@ -120,7 +130,7 @@ def read_layer_windows(config: ConfigReader, decoder: DecoderConfig, default_typ
         config.require("layer_types", name, "sliding_attention", "full_attention")
     windowed = replace(decoder.attention, window=config.whole("sliding_window"))
     specs = tuple(windowed if name == "sliding_attention" else decoder.attention for name in types)
-    return replace(decoder, layer_attention=specs)
+    return replace(decoder, layer_mixers=specs)
 
 
 def leave_out_predictors(config: ConfigReader, table: TensorTable, num_layers: int) -> None:
@@ -130,12 +140,44 @@ def leave_out_predictors(config: ConfigReader, table: TensorTable, num_layers: i
         table.leave_out(f"model.layers.{layer}.")
 
 
-def build_model(model_type: str, table: TensorTable, decoder: DecoderConfig, build_mlp: BuildMlp) -> ModelSpec:
-    """The whole model; `build_mlp(table, layer)` is what the family adds. Refuses tensors that nothing uses."""
+def find_norm(table: TensorTable, path: str, hidden: int) -> TensorInfo:
+    """The weight of an RMS norm over the hidden state."""
+    return table.vector(f"{path}.weight", Shape((hidden,), "hidden_size"))
+
+
+def find_attention(table: TensorTable, layer_path: str, spec: AttentionSpec) -> AttentionTensors:
+    """The tensors of grouped-query attention of the layer `layer_path`."""
+    path = f"{layer_path}.self_attn"
+    q_rows = Shape((spec.q_width, spec.hidden), "num_attention_heads * head_dim, hidden_size")
+    kv_rows = Shape((spec.kv_width, spec.hidden), "num_key_value_heads * head_dim, hidden_size")
+    o_rows = Shape((spec.hidden, spec.q_width), "hidden_size, num_attention_heads * head_dim")
+    return AttentionTensors(
+        norm=find_norm(table, f"{layer_path}.input_layernorm", spec.hidden),
+        q=table.matrix(f"{path}.q_proj", q_rows),
+        k=table.matrix(f"{path}.k_proj", kv_rows),
+        v=table.matrix(f"{path}.v_proj", kv_rows),
+        o=table.matrix(f"{path}.o_proj", o_rows),
+        **_biases(table, path, spec),
+        **_qk_norms(table, path, spec),
+        sinks=table.vector(f"{path}.sinks", Shape((spec.num_heads,), "num_attention_heads")) if spec.sinks else None,
+    )
+
+
+def build_model(
+    model_type: str,
+    table: TensorTable,
+    decoder: DecoderConfig,
+    build_mlp: BuildMlp,
+    find_mixer: FindMixer = find_attention,
+) -> ModelSpec:
+    """The whole model; `build_mlp(table, layer)` and `find_mixer(table, layer_path, spec)` are what the family adds.
+
+    Refuses tensors that nothing uses.
+    """
     embed_shape = Shape((decoder.vocab_size, decoder.hidden), "vocab_size, hidden_size")
     embed = table.matrix("model.embed_tokens", embed_shape)
-    specs = decoder.layer_attention or (decoder.attention,) * decoder.num_layers
-    layers = tuple(_layer(table, i, spec, build_mlp) for i, spec in enumerate(specs))
+    specs = decoder.layer_mixers or (decoder.attention,) * decoder.num_layers
+    layers = tuple(_layer(table, i, spec, build_mlp, find_mixer) for i, spec in enumerate(specs))
     if not any(isinstance(layer.mlp, MoeSpec) for layer in layers):
         raise CheckpointError("config.json: no layer has experts; only mixture-of-experts models are supported")
     return ModelSpec(
@@ -147,7 +189,7 @@ def build_model(model_type: str, table: TensorTable, decoder: DecoderConfig, bui
         rope=decoder.rope,
         embed=embed,
         head=embed if decoder.tied else table.matrix("lm_head", embed_shape),
-        final_norm=_norm(table, "model.norm", decoder.hidden),
+        final_norm=find_norm(table, "model.norm", decoder.hidden),
         layers=layers,
     )
 
@@ -185,30 +227,13 @@ def build_dense(
     )
 
 
-def _layer(table: TensorTable, i: int, spec: AttentionSpec, build_mlp: BuildMlp) -> LayerSpec:
+def _layer(table: TensorTable, i: int, spec: MixerSpec, build_mlp: BuildMlp, find_mixer: FindMixer) -> LayerSpec:
     path = f"model.layers.{i}"
     return LayerSpec(
         attention=spec,
-        tensors=_attention(table, path, spec),
-        mlp_norm=_norm(table, f"{path}.post_attention_layernorm", spec.hidden),
+        tensors=find_mixer(table, path, spec),
+        mlp_norm=find_norm(table, f"{path}.post_attention_layernorm", spec.hidden),
         mlp=build_mlp(table, i),
-    )
-
-
-def _attention(table: TensorTable, layer_path: str, spec: AttentionSpec) -> AttentionTensors:
-    path = f"{layer_path}.self_attn"
-    q_rows = Shape((spec.q_width, spec.hidden), "num_attention_heads * head_dim, hidden_size")
-    kv_rows = Shape((spec.kv_width, spec.hidden), "num_key_value_heads * head_dim, hidden_size")
-    o_rows = Shape((spec.hidden, spec.q_width), "hidden_size, num_attention_heads * head_dim")
-    return AttentionTensors(
-        norm=_norm(table, f"{layer_path}.input_layernorm", spec.hidden),
-        q=table.matrix(f"{path}.q_proj", q_rows),
-        k=table.matrix(f"{path}.k_proj", kv_rows),
-        v=table.matrix(f"{path}.v_proj", kv_rows),
-        o=table.matrix(f"{path}.o_proj", o_rows),
-        **_biases(table, path, spec),
-        **_qk_norms(table, path, spec),
-        sinks=table.vector(f"{path}.sinks", Shape((spec.num_heads,), "num_attention_heads")) if spec.sinks else None,
     )
 
 
@@ -230,10 +255,6 @@ def _qk_norms(table: TensorTable, path: str, spec: AttentionSpec) -> Mapping[str
             shapes = {"q_norm": Shape((spec.q_width,), "num_attention_heads * head_dim")}
             shapes["k_norm"] = Shape((spec.kv_width,), "num_key_value_heads * head_dim")
     return {name: table.vector(f"{path}.{name}.weight", shape) for name, shape in shapes.items()}
-
-
-def _norm(table: TensorTable, path: str, hidden: int) -> TensorInfo:
-    return table.vector(f"{path}.weight", Shape((hidden,), "hidden_size"))
 
 
 def _head_dim(config: ConfigReader, hidden: int, num_heads: int) -> int:

@@ -4,7 +4,7 @@ Shapes: D hidden, F width, V vocabulary, E experts. Nothing here holds weights o
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from colibri_mp.checkpoint.experts import ExpertLayer
@@ -34,10 +34,20 @@ class AttentionTensors:
     sinks: TensorInfo | None = None
 
     @property
-    def vectors(self) -> tuple[TensorInfo, ...]:
+    def matrices(self) -> Iterator[StoredMatrix]:
+        """All projections."""
+        yield from (self.q, self.k, self.v, self.o)
+
+    @property
+    def vectors(self) -> Iterator[TensorInfo]:
         """All norms, biases and sinks that there are."""
         found = (self.norm, self.q_bias, self.k_bias, self.v_bias, self.o_bias, self.q_norm, self.k_norm, self.sinks)
-        return tuple(info for info in found if info is not None)
+        yield from (info for info in found if info is not None)
+
+
+MixerSpec = AttentionSpec
+MixerTensors = AttentionTensors
+"""What a layer does before its experts, and its tensors, of the same kind. How a kind is computed: `colibri_mp.mixers`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +121,10 @@ class MoeSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One decoder layer: x += attention(norm(x)); x += mlp(mlp_norm(x))."""
+    """One decoder layer: x += mixer(norm(x)); x += mlp(mlp_norm(x)). `attention` says what the mixer is, `tensors` are of its kind."""
 
-    attention: AttentionSpec
-    tensors: AttentionTensors
+    attention: MixerSpec
+    tensors: MixerTensors
     mlp_norm: TensorInfo
     mlp: MoeSpec | DenseSpec
 
@@ -158,13 +168,6 @@ class ModelSpec:
         return next(layer.mlp.router for layer in self.layers if isinstance(layer.mlp, MoeSpec))
 
     @property
-    def attention(self) -> AttentionSpec:
-        """The attention of all layers, with the widest of their windows: families let them differ in nothing else."""
-        windows = [layer.attention.window for layer in self.layers]
-        widest = None if None in windows else max(window for window in windows if window is not None)
-        return replace(self.layers[0].attention, window=widest)
-
-    @property
     def expert_layers(self) -> tuple[ExpertLayer, ...]:
         """The routed experts of each mixture-of-experts layer, in order of the layers."""
         return tuple(layer.mlp.experts for layer in self.layers if isinstance(layer.mlp, MoeSpec))
@@ -176,11 +179,16 @@ class ModelSpec:
 
     def resident_matrices(self) -> Iterator[StoredMatrix]:
         """Every matrix but the routed experts, once each: what the coordinator keeps in memory."""
+        yield from self.other_resident_matrices()
+        for layer in self.layers:
+            yield from layer.tensors.matrices
+
+    def other_resident_matrices(self) -> Iterator[StoredMatrix]:
+        """Those that belong to no mixer."""
         yield self.embed
         if not self.tied:
             yield self.head
         for layer in self.layers:
-            yield from (layer.tensors.q, layer.tensors.k, layer.tensors.v, layer.tensors.o)
             yield from layer.mlp.matrices
 
     def resident_vectors(self) -> Iterator[TensorInfo]:

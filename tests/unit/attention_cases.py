@@ -7,9 +7,10 @@ import numpy as np
 
 from colibri_mp.formats import Encoding
 from colibri_mp.kernels.attention import AttentionStage, AttentionWeights, Batch
-from colibri_mp.kernels.kv_cache import KVCache, num_blocks_for
+from colibri_mp.kernels.kv_cache import KVCache
 from colibri_mp.kernels.kv_cache8 import CACHES
 from colibri_mp.kernels.layout import PackedMatrix, pack, packed_bytes
+from colibri_mp.kernels.paged_cache import num_blocks_for
 from colibri_mp.kernels.rope import RopeTables, rope_tables
 from colibri_mp.kernels.team import ThreadTeam, aligned_bytes
 from colibri_mp.specs import AttentionSpec, RopeSpec

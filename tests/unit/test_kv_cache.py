@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from colibri_mp.kernels.kv_cache import BLOCK_TOKENS, KVCache, num_blocks_for
+from colibri_mp.kernels.kv_cache import KVCache
+from colibri_mp.kernels.paged_cache import BLOCK_TOKENS, PagedCaches, num_blocks_for
 
 
 def test_cache_gives_back_what_was_written_through_a_shuffled_table() -> None:
@@ -38,3 +39,19 @@ def test_planned_bytes_and_blocks() -> None:
     assert cache.num_tokens == 3 * BLOCK_TOKENS
     assert [num_blocks_for(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
     assert cache.address(1) == cache.tiles[1].ctypes.data
+
+
+def test_several_caches_are_copied_block_by_block_as_one() -> None:
+    """A block of all caches comes back under another id, bit for bit, and touches no other block."""
+    rng = np.random.default_rng(0)
+    caches = [KVCache(2, 4, 3, 24), KVCache(1, 4, 1, 16)]
+    for cache in caches:
+        cache.tiles[:] = rng.standard_normal(cache.tiles.shape)
+    before = [cache.tiles.copy() for cache in caches]
+    both = PagedCaches(caches, 4, 32)
+    data = both.copy_block(1)
+    assert data.nbytes == both.block_bytes == sum(cache.tiles.nbytes // 4 for cache in caches)
+    both.set_block(3, data)
+    for cache, old in zip(caches, before, strict=True):
+        np.testing.assert_array_equal(cache.tiles[:, [0, 1, 2]], old[:, [0, 1, 2]])
+        np.testing.assert_array_equal(cache.tiles[:, 3], old[:, 1])

@@ -142,7 +142,7 @@ def test_qwen2_moe() -> None:
     """Biases of q, k and v, a window in the layers that the reference gives one, a shared expert with a gate."""
     model = load(fixture("qwen2_moe"))
     assert [layer.attention.window for layer in model.layers] == [8, None, None, None]
-    assert model.attention == AttentionSpec(64, 4, 2, 16, scale=0.25, norm_eps=1e-3, qkv_bias=True)
+    assert model.layers[1].attention == AttentionSpec(64, 4, 2, 16, scale=0.25, norm_eps=1e-3, qkv_bias=True)
     assert routers(model) == [RouterSpec(8, 2, False), None, RouterSpec(8, 2, False), RouterSpec(8, 2, False)]
     moe = model.layers[2].mlp
     assert isinstance(moe, MoeSpec)

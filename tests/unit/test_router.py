@@ -253,7 +253,7 @@ def test_block_has_the_bits_of_attention_and_router(num_threads: int) -> None:
             expected = [part.copy() for part in router(alone[some], norm, gate)]
             started_s = time.perf_counter()
             results = both(fused[some], block.weights, kept[1], 1, batch, norm, gate)
-            assert started_s < both.attention_ended_s < time.perf_counter()
+            assert started_s < both.mixer_ended_s < time.perf_counter()
             for got, want in zip(results, expected, strict=True):
                 np.testing.assert_array_equal(got, want)
     np.testing.assert_array_equal(fused, alone)

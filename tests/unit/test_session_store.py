@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from colibri_mp.errors import SessionError
-from colibri_mp.kernels.kv_cache import BLOCK_TOKENS, KVCache
+from colibri_mp.kernels.kv_cache import KVCache
+from colibri_mp.kernels.paged_cache import BLOCK_TOKENS
 from colibri_mp.kvcache import BlockAllocator
 from colibri_mp.prefix import PrefixSharing
 from colibri_mp.session_store import SessionStore

@@ -1,0 +1,58 @@
+"""What computes a model's resident part: everything but the routed experts. The coordinator's forward pass calls it, layer by layer.
+
+T rows of a step, D hidden, K experts a token, V vocabulary. Rows are float32 and belong to the caller, results to the backend: they are
+valid until its next call of the same kind, but for `embed`.
+"""
+
+from typing import Protocol
+
+from colibri_mp.checkpoint.source import Bytes
+from colibri_mp.kernels.attention_inputs import Batch
+from colibri_mp.messages import Floats, Ints
+
+
+class Blocks(Protocol):
+    """Paged caches by block: what prefix sharing and session files need of them."""
+
+    num_blocks: int
+    bits: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block, in all layers."""
+
+    def copy_block(self, block: int) -> Bytes:
+        """All that is cached for the 16 positions of a block, uint8 [block_bytes]."""
+
+    def set_block(self, block: int, data: Bytes) -> None:
+        """The inverse of `copy_block`."""
+
+
+class Backend(Protocol):
+    """See the module docstring."""
+
+    @property
+    def caches(self) -> Blocks:
+        """All that is kept of earlier positions, by block."""
+
+    def embed(self, token_ids: Ints) -> Floats:
+        """The embeddings [T, D] of token ids [T], a new array."""
+
+    def mix(self, layer_idx: int, x: Floats, batch: Batch) -> None:
+        """x += mixer(norm(x)), in place."""
+
+    def mix_and_route(self, layer_idx: int, x: Floats, batch: Batch) -> tuple[Floats, Ints, Floats]:
+        """x += mixer(norm(x)), in place; then h = mlp_norm(x) [T, D], the chosen experts [T, K] and their weights [T, K]."""
+
+    @property
+    def mixer_ended_s(self) -> float:
+        """When the mixer of the last `mix_and_route` had ended, by `time.perf_counter`."""
+
+    def mlp_norm(self, layer_idx: int, x: Floats) -> Floats:
+        """mlp_norm(x), a new array."""
+
+    def resident_expert(self, layer_idx: int, h: Floats) -> Floats:
+        """The expert that every token uses, of h [T, D]: the dense block, or the shared expert."""
+
+    def head(self, x: Floats) -> Floats:
+        """Logits [T, V]."""

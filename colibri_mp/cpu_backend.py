@@ -1,0 +1,92 @@
+"""The backend of compiled CPU kernels; see `backend.Backend`."""
+
+from dataclasses import dataclass
+
+from colibri_mp.kernels.attention_inputs import Batch
+from colibri_mp.kernels.block import BlockStage, MixerStage
+from colibri_mp.kernels.head import HeadStage
+from colibri_mp.kernels.layout import gather_rows
+from colibri_mp.kernels.norm import rms_norm
+from colibri_mp.kernels.resident_expert import ResidentExpert
+from colibri_mp.kernels.router import RouterStage
+from colibri_mp.kernels.team import ThreadTeam
+from colibri_mp.messages import Floats, Ints
+from colibri_mp.mixers.kind import StageLimits
+from colibri_mp.mixers.layers import LayerMixer, Mixers
+from colibri_mp.models.structure import ModelSpec
+from colibri_mp.resident import ResidentLayer, ResidentWeights
+
+
+@dataclass(frozen=True)
+class _Layer:
+    weights: ResidentLayer
+    mixer: LayerMixer
+    block: BlockStage
+    expert: ResidentExpert | None
+
+
+class CpuBackend:
+    """Stages, caches and weights of a model. One call at a time."""
+
+    def __init__(
+        self, team: ThreadTeam, model: ModelSpec, weights: ResidentWeights, limits: StageLimits, num_blocks: int,
+        max_logit_rows: int,
+    ) -> None:  # fmt: skip
+        self._model, self._weights = model, weights
+        mixers = Mixers(team, model, limits, num_blocks)
+        self.caches = mixers.caches
+        router = RouterStage(team, model.router, model.hidden, model.norm_eps, limits.max_rows)
+        blocks: dict[MixerStage, BlockStage] = {
+            stage: BlockStage(team, stage, router) for stage in {layer.stage for layer in mixers.layers}
+        }
+        residents = (layer.resident_expert for layer in model.layers)
+        shapes = {expert.shape for expert in residents if expert is not None}
+        experts = {shape: ResidentExpert(team, shape, limits.max_rows, limits.planes) for shape in shapes}
+        self._layers = [
+            _Layer(
+                layer,
+                mixer,
+                blocks[mixer.stage],
+                None if layer.spec.resident_expert is None else experts[layer.spec.resident_expert.shape],
+            )
+            for layer, mixer in zip(weights.layers, mixers.layers, strict=True)
+        ]
+        self._last_block = self._layers[0].block
+        self._head = HeadStage(team, model.hidden, model.vocab_size, model.norm_eps, max_logit_rows, limits.planes)
+
+    def embed(self, token_ids: Ints) -> Floats:
+        """See `Backend`."""
+        return gather_rows(self._weights.embed, token_ids)
+
+    def mix(self, layer_idx: int, x: Floats, batch: Batch) -> None:
+        """See `Backend`."""
+        layer = self._layers[layer_idx]
+        layer.mixer.stage(x, layer.weights.mixer, layer.mixer.cache, layer.mixer.cache_layer, batch)
+
+    def mix_and_route(self, layer_idx: int, x: Floats, batch: Batch) -> tuple[Floats, Ints, Floats]:
+        """See `Backend`."""
+        layer = self._layers[layer_idx]
+        weights, mixer = layer.weights, layer.mixer
+        assert weights.router is not None
+        self._last_block = layer.block
+        return layer.block(x, weights.mixer, mixer.cache, mixer.cache_layer, batch, weights.mlp_norm, weights.router)
+
+    @property
+    def mixer_ended_s(self) -> float:
+        """See `Backend`."""
+        return self._last_block.mixer_ended_s
+
+    def mlp_norm(self, layer_idx: int, x: Floats) -> Floats:
+        """See `Backend`."""
+        return rms_norm(x, self._layers[layer_idx].weights.mlp_norm, self._model.norm_eps)
+
+    def resident_expert(self, layer_idx: int, h: Floats) -> Floats:
+        """See `Backend`."""
+        layer = self._layers[layer_idx]
+        assert layer.expert is not None
+        assert layer.weights.expert_slab is not None
+        return layer.expert(h, layer.weights.expert_slab, layer.weights.expert_gate)
+
+    def head(self, x: Floats) -> Floats:
+        """See `Backend`."""
+        return self._head(x, self._weights.final_norm, self._weights.head)
