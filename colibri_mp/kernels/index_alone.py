@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from colibri_mp.kernels import index_stage
 from colibri_mp.kernels.attention_inputs import Batch
-from colibri_mp.kernels.index_cache import IndexCache
+from colibri_mp.kernels.index_keys import IndexKeys
 from colibri_mp.kernels.index_stage import index_phases, prepare_input_row, prepare_query_row
 from colibri_mp.kernels.indexer import Indexer, IndexerWeights
 from colibri_mp.kernels.jit import Native, compiled
@@ -56,10 +56,10 @@ class IndexerAlone:
         self._frame["scratch_bytes"] = indexer.thread_scratch_bytes
 
     def __call__(
-        self, h: F32Array, sources: F32Array, weights: IndexerWeights, cache: IndexCache, layer_idx: int, batch: Batch
+        self, h: F32Array, sources: F32Array, weights: IndexerWeights, keys: IndexKeys, layer_idx: int, batch: Batch
     ) -> list[NDArray[np.int32]]:
         """Positions that each row reads, ascending; h [T, D] and sources [T, query_rank] float32; its keys go to the cache."""
-        self._frame["index"] = self.indexer.frame(weights, cache, layer_idx, batch)
+        self._frame["index"] = self.indexer.frame(weights, keys, layer_idx, batch)
         self._frame["h"], self._frame["h_stride"] = h.ctypes.data, h.strides[0]
         self._frame["sources"], self._frame["sources_stride"] = sources.ctypes.data, sources.strides[0]
         self._team.run(STAGE, self._frame)

@@ -68,7 +68,7 @@ def finish_queries(job: Any, t: int, position: int) -> None:
 def tile_address(job: Any, sequence: int, tile: int) -> int:
     """Address of the keys of 16 positions of a sequence."""
     block = get_i32(job.block_table + (sequence * job.max_blocks + tile) * 4)
-    return int(job.keys + block * job.head_dim * 64)
+    return int(job.keys + block * job.tile_bytes)
 
 
 @compiled

@@ -28,12 +28,12 @@ from colibri_mp.kernels.vectors import call_native3, get_i32
 
 STEP_FIELDS = (
     *("num_tokens", "positions", "sequences", "block_table", "max_blocks"),
-    *("num_sparse", "sparse_rows", "num_splits", "shares", "chosen", "keys"),
+    *("num_sparse", "sparse_rows", "num_splits", "shares", "chosen", "keys", "tile_bytes"),
 )
 """Fields that change from call to call, int64; they come first in FRAME. num_tokens 0: the layer has no indexer.
 
 sparse_rows: int32 [num_sparse]; shares: 1 if the splits of rows are shared among threads; chosen: int32 [num_tokens, top_k], written
-for sparse rows, ascending; keys: address of the layer's tiles.
+for sparse rows, ascending; keys: address of those of block 0 in the layer; tile_bytes: from one block to the next.
 """
 
 _SHAPE_FIELDS = ("num_heads", "num_groups", "head_dim", "top_k", "rotary_half", "interleaved")

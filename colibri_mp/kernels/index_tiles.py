@@ -2,7 +2,7 @@
 
     queries  [heads / W][head_dim][W]       packed, so that the next head is 4 bytes away; heads padded to a multiple of W
     weights  [heads]                        zero where padded
-    keys     [head_dim][16 positions]       a tile of the cache, see `index_cache`
+    keys     [head_dim][16 positions]       of a block, see `index_keys`
 
 score[p] = sum over heads h of weights[h] * max(0, sum over d of queries[h][d] * keys[d][p]), both sums in ascending order, whatever W is.
 """

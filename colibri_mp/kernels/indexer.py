@@ -2,7 +2,7 @@
 
     indexer = Indexer(spec, tables, max_tokens, max_context, num_threads)
     choice = indexer.choice(batch)                        # once a batch; the layers of a step that share a choice use the same object
-    frame = indexer.frame(weights, cache, layer_idx, batch)     # a record of `index_stage.FRAME` for the attention's frame
+    frame = indexer.frame(weights, keys, layer_idx, batch)     # a record of `index_stage.FRAME` for the attention's frame
 
 The phases, and what a row's choice depends on: `index_stage`. The same in plain numpy: `reference_indexer`.
 """
@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colibri_mp.kernels.attention_inputs import Batch, check_plain
-from colibri_mp.kernels.index_cache import IndexCache
+from colibri_mp.kernels.index_keys import IndexKeys
 from colibri_mp.kernels.index_select import HISTOGRAM_BYTES
 from colibri_mp.kernels.index_stage import FRAME, ROWS_A_CHUNK, SPLIT_TILES, STEP_FIELDS
 from colibri_mp.kernels.index_tiles import WIDTH
-from colibri_mp.kernels.kv_cache import BLOCK_TOKENS
 from colibri_mp.kernels.layout import PackedMatrix, num_blocks
 from colibri_mp.kernels.linear import DEFAULT_PLANES, describe, row_table
+from colibri_mp.kernels.paged_cache import BLOCK_TOKENS
 from colibri_mp.kernels.rope import RopeTables
 from colibri_mp.kernels.team import aligned_bytes
 from colibri_mp.specs import IndexerSpec
@@ -121,7 +121,7 @@ class Indexer:
         return known
 
     def _step(self, batch: Batch, sparse: I32Array, chosen: I32Array) -> tuple[int, ...]:
-        """The step fields of a batch, all but the last."""
+        """The step fields of a batch, all but those of the keys."""
         last = int(batch.positions[sparse].max()) if sparse.size else 0
         num_splits = last // (SPLIT_TILES * BLOCK_TOKENS) + 1
         shares = int(num_splits > 1 and sparse.size <= self._max_shared)
@@ -129,16 +129,16 @@ class Indexer:
         sizes = (batch.positions.size, *arrays, batch.block_table.shape[1])
         return (*sizes, sparse.size, sparse.ctypes.data, num_splits, shares, chosen.ctypes.data)
 
-    def frame(self, weights: IndexerWeights, cache: IndexCache, layer_idx: int, batch: Batch) -> NDArray[np.void]:
+    def frame(self, weights: IndexerWeights, keys: IndexKeys, layer_idx: int, batch: Batch) -> NDArray[np.void]:
         """The frame of a layer's indexer, shape (1,); valid until the next call with these weights.
 
-        `layer_idx` counts the layers of `cache`. The caller has seen to it that the batch's positions are in blocks that exist.
+        `layer_idx` counts the layers of the cache. The caller has seen to it that the batch's positions are in blocks that exist.
         """
         assert 1 <= batch.positions.size <= self.max_tokens
-        assert 0 <= layer_idx < cache.num_layers
-        assert cache.head_dim == self.spec.head_dim
+        assert 0 <= layer_idx < keys.cache.num_layers
+        assert keys.head_dim == self.spec.head_dim
         frame, step = self._bound(weights)
-        step[:] = (*self.choice(batch).step, cache.address(layer_idx))
+        step[:] = (*self.choice(batch).step, keys.address(layer_idx), keys.tile_bytes)
         return frame
 
     def idle_frame(self) -> NDArray[np.void]:

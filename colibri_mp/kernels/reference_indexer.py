@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colibri_mp.kernels.attention_inputs import Batch
-from colibri_mp.kernels.index_cache import IndexCache
+from colibri_mp.kernels.index_keys import IndexKeys
 from colibri_mp.kernels.indexer import IndexerWeights
 from colibri_mp.kernels.reference_attention import linear
 from colibri_mp.kernels.rope import RopeTables
@@ -49,7 +49,7 @@ def choose(
     weights: IndexerWeights,
     spec: IndexerSpec,
     tables: RopeTables,
-    cache: IndexCache,
+    cache: IndexKeys,
     layer_idx: int,
     batch: Batch,
 ) -> list[NDArray[np.int32]]:

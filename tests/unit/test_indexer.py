@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from colibri_mp.errors import CheckpointError
 from colibri_mp.kernels import reference_indexer
 from colibri_mp.kernels.index_alone import IndexerAlone
-from colibri_mp.kernels.index_cache import IndexCache
+from colibri_mp.kernels.index_keys import IndexKeys, index_tile_bytes
 from colibri_mp.kernels.index_select import HISTOGRAM_BYTES, select_largest
 from colibri_mp.kernels.indexer import Indexer, IndexerWeights
-from colibri_mp.kernels.kv_cache import num_blocks_for
+from colibri_mp.kernels.paged_cache import PagedCache, num_blocks_for
 from colibri_mp.kernels.rope import rope_tables
 from colibri_mp.kernels.team import ThreadTeam
 from colibri_mp.specs import IndexerSpec, RopeSpec
@@ -36,9 +36,10 @@ class Case:
         """The compiled stage."""
         return IndexerAlone(team, Indexer(self.spec, TABLES, MAX_TOKENS, MAX_CONTEXT, team.num_threads))
 
-    def cache(self, num_tokens: int) -> IndexCache:
-        """An empty cache of two layers."""
-        return IndexCache(2, num_blocks_for(num_tokens), self.spec.head_dim)
+    def cache(self, num_tokens: int) -> IndexKeys:
+        """A cache of two layers in whose tiles the keys come after 64 other bytes."""
+        tile_bytes = 64 + index_tile_bytes(self.spec.head_dim)
+        return IndexKeys(PagedCache(2, num_blocks_for(num_tokens), 1, tile_bytes), 64, self.spec.head_dim)
 
     def rows(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Normed inputs and query sources."""
@@ -67,7 +68,7 @@ def run_chunked(
     """A prompt in chunks: the choices of all rows, and the keys in the cache."""
     h, sources = rows
     cache = case.cache(16 * (int(table.max()) + 1))
-    cache.tiles[:] = np.nan
+    cache.cache.tiles[:] = np.nan
     chosen: list[list[int]] = []
     for start in range(0, len(h), size):
         end = min(len(h), start + size)
@@ -90,7 +91,7 @@ def test_choices_are_those_of_the_plain_reference(changes: dict[str, object]) ->
         chosen = case.alone(team)(h, sources, case.weights, cache, 1, batch)
     expected = reference_indexer.choose(h, sources, case.weights, case.spec, TABLES, plain, 1, batch)
     assert [row.tolist() for row in chosen] == [row.tolist() for row in expected]
-    assert np.abs(cache.tiles - plain.tiles).max() < 1e-5
+    assert np.abs(cache.cache.tiles - plain.cache.tiles).max() < 1e-5
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
@@ -164,15 +165,6 @@ def test_many_scores_are_chosen_from() -> None:
     """2,048 of 20,000 random scores."""
     scores = np.random.default_rng(4).standard_normal(20_000).astype(np.float32)
     assert select(scores, 2048) == reference_indexer.largest(scores.astype(np.float64), 2048).tolist()
-
-
-def test_blocks_of_index_keys_are_copied_whole() -> None:
-    """What `copy_block` gives `set_block` puts into another block, of all layers."""
-    cache = make_case().cache(64)
-    cache.tiles[:] = np.random.default_rng(0).standard_normal(cache.tiles.shape)
-    cache.set_block(3, cache.copy_block(1))
-    assert np.array_equal(cache.tiles[:, 3], cache.tiles[:, 1])
-    assert cache.copy_block(1).nbytes == cache.block_bytes == cache.tiles.nbytes // 4
 
 
 def test_impossible_indexers_are_refused() -> None:
