@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from colibri_mp import __version__
-from colibri_mp.commands import chat, clusters, files, run, script, serve, simulating
+from colibri_mp.commands import chat, clusters, files, planning, run, script, serve, simulating
 from colibri_mp.commands.arguments import Parser
 from colibri_mp.errors import ColibriError
 
-_GROUPS = (run, chat, script, serve, clusters, simulating, files)
+_GROUPS = (run, chat, script, serve, clusters, planning, simulating, files)
 
 
 def entry_point() -> NoReturn:

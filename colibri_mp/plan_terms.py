@@ -33,7 +33,7 @@ COORDINATOR_BYTES = 67_000_000
 TRACKER_BYTES = 7_000_000  # multiprocessing's resource tracker
 WORKER_BYTES = 64_500_000
 _TOKENIZER_BYTES, _TOKENIZER_FACTOR = 1_100_000, 8.6  # the library's tables, by the size of tokenizer.json
-_TENSOR_BYTES = 860  # what the coordinator remembers of a tensor of the checkpoint
+TENSOR_BYTES = 860  # what the coordinator remembers of a tensor of the checkpoint
 
 LOGITS_BYTES = 16_000_000  # logits of one step are kept below this (see `max_logit_rows`)
 
@@ -63,7 +63,7 @@ def table_bytes(checkpoint: Checkpoint) -> int:
     """Bytes of the tokenizer and of what is remembered of each tensor."""
     path = checkpoint.path / "tokenizer.json"
     tokenizer = _TOKENIZER_BYTES + int(path.stat().st_size * _TOKENIZER_FACTOR) if path.exists() else 0
-    return tokenizer + len(checkpoint.tensors) * _TENSOR_BYTES
+    return tokenizer + len(checkpoint.tensors) * TENSOR_BYTES
 
 
 def lookahead_bytes(model: ModelSpec) -> int:

@@ -130,6 +130,11 @@ def make_plan(
     )
 
 
+def smallest_budget(model: ModelSpec, config: LaunchConfig, tables: int = 0) -> int:
+    """The least `--ram`, in bytes, with the settings of `config`; `tables` as in `make_plan`."""
+    return _smallest_budget(_draft(model, config, tables, 0))
+
+
 def split_layers(layers: Sequence[ExpertLayer], num_workers: int) -> list[tuple[ExpertLayer, ...]]:
     """Contiguous groups of layers, one a worker, as equal in expert bytes as cutting at the ideal places allows."""
     cumulative = list(accumulate(layer.num_experts * layer.stored_bytes for layer in layers))

@@ -257,6 +257,10 @@ class ExpertPool:
         pool = self._layer(layer)
         return pool.limit - pool.num_owned
 
+    def num_available(self, layer: int) -> int:
+        """Slots that a step could have now: free ones, and experts that may be evicted; negative while a pool is being made smaller."""
+        return self._layer(layer).num_available
+
     def limits(self) -> dict[int, int]:
         """How many slots each layer may have now."""
         return {layer: pool.limit for layer, pool in self._layers.items()}

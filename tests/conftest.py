@@ -46,9 +46,18 @@ def _own_cache(folder: Path) -> Path:
     return cache
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_open_descriptors(run_folder: Path) -> Iterator[None]:
+    """Fail a file whose tests leave sockets or pipes. Not test by test: a cluster that they share connects when it likes."""
+    before = _sockets_and_pipes()
+    yield
+    leaked = _sockets_and_pipes() - before
+    assert not leaked, f"left open: {leaked}"
+
+
 @pytest.fixture(autouse=True)
 def no_leaks(run_folder: Path) -> Iterator[None]:
-    """Fail a test that leaves processes, threads, shared memory, run directories, sockets or pipes."""
+    """Fail a test that leaves processes, threads, shared memory or run directories."""
     before = _leftovers(run_folder)
     yield
     deadline = time.monotonic() + ORPHANS_S
@@ -72,7 +81,6 @@ def _leftovers(run_folder: Path) -> dict[str, set[str]]:
             path.name for path in Path("/dev/shm").glob("colibri-*") if not _is_elsewhere(path.name, run_folder)
         },
         "run directories": {path.name for path in run_folder.iterdir()},
-        "descriptors": _sockets_and_pipes(),
     }
 
 

@@ -129,7 +129,7 @@ class Background:
     def read_on(self) -> None:
         """Begin what may begin now; for moments without a step."""
         self.settle()
-        while self._wishes and len(self._kept) < MOST_WISHES:
+        while self._wishes and len(self._kept) < MOST_WISHES and not self._must_wait(self._wishes[0]):
             wish = self._wishes.popleft()
             try:
                 begin = self._begin_pin if wish.is_pinned else self._begin_fill
@@ -137,6 +137,15 @@ class Background:
             except PoolError as error:
                 self.refusal = str(error)
                 self._wishes.clear()
+
+    def _must_wait(self, wish: Wish) -> bool:
+        """Whether a fill would leave a step no slot now, while others of its layer are not settled, which a step can have then."""
+        unsettled = (held for _, held in (*self._kept.values(), *self._landed) if held is not None)
+        return (
+            not wish.is_pinned
+            and self.pool.num_available(wish.layer) < 2
+            and any(held.layer == wish.layer for held in unsettled)
+        )
 
     def _begin_pin(self, wish: Wish) -> None:
         layer, expert = wish.layer, wish.expert

@@ -52,7 +52,8 @@ class Shape(NamedTuple):
 class TensorTable:
     """All tensors of a checkpoint, looked up by what a model needs; remembers which have been used.
 
-    `packed_layers`: of a container, the layers whose experts are in the kernels' layout.
+    `packed_layers`: of a container, the layers whose experts are in the kernels' layout. `finds_predictors`: whether the layers
+    that predict further tokens are wanted too; else families leave them out.
     """
 
     def __init__(
@@ -60,8 +61,10 @@ class TensorTable:
         tensors: Mapping[str, TensorInfo],
         quantisation: Quantisation,
         packed_layers: Mapping[int, PackedLayer] | None = None,
+        finds_predictors: bool = False,
     ) -> None:
         self.tensors = tensors
+        self.finds_predictors = finds_predictors
         self.quantisation = quantisation
         self.packed_layers = packed_layers or {}
         self.used: set[str] = set()

@@ -1,4 +1,4 @@
-"""Verbs that start, show and end clusters: `launch`, `status`, `stop`, `plan`."""
+"""Verbs that start, show and end clusters: `launch`, `status`, `stop`."""
 
 import argparse
 import json
@@ -58,21 +58,6 @@ def stop(args: argparse.Namespace) -> int:
     return 0
 
 
-def plan(args: argparse.Namespace) -> int:
-    """How the memory would be split; allocates nothing."""
-    from colibri_mp.planner import plan_for
-
-    with ProgressLine() as progress:
-        made = plan_for(LaunchConfig(**launch_settings(args)), progress.show)
-    if args.json:
-        print(json.dumps(made.as_dict()))
-    else:
-        from colibri_mp.report import print_plan
-
-        print_plan(made)
-    return 0
-
-
 def register(verbs: Verbs) -> None:
     """Add the verbs of this file."""
     parser = add_verb(verbs, "launch", launch, cluster=True)
@@ -80,7 +65,6 @@ def register(verbs: Verbs) -> None:
     for name, function in (("status", status), ("stop", stop)):
         parser = add_verb(verbs, name, function, as_json=name == "status")
         parser.add_argument("--name", default="", metavar="NAME", help="name of the cluster (default: 'default')")
-    add_verb(verbs, "plan", plan, cluster=True, as_json=True)
 
 
 def _print_notes(notes: Sequence[str]) -> None:

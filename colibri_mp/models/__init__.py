@@ -8,7 +8,8 @@ import difflib
 import importlib
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from colibri_mp.checkpoint import Checkpoint
 from colibri_mp.checkpoint.matrices import TensorTable
@@ -26,6 +27,7 @@ __all__ = [
     "MoeSpec",
     "RopeSpec",
     "RouterSpec",
+    "find_model",
     "load_model",
     "supported_model_types",
 ]
@@ -47,9 +49,13 @@ def load_model(checkpoint: Checkpoint) -> ModelSpec:
     Raises `CheckpointError` for an unknown `model_type`, for settings that are not implemented, and wherever config and
     tensors disagree, tensors that the model would not use included: to ignore them would be to compute something else.
     """
-    config = ConfigReader(checkpoint.config)
+    return find_model(checkpoint.config, checkpoint.table())
+
+
+def find_model(fields: Mapping[str, Any], table: TensorTable) -> ModelSpec:
+    """The model that `fields` of a config.json describe, in `table`. Raises `CheckpointError` as `load_model`."""
+    config = ConfigReader(fields)
     family = importlib.import_module(f"{__name__}.{_model_type(config)}")
-    table = checkpoint.table()
     model: ModelSpec = family.build(config, table)
     _refuse_unused(table, model)
     return model

@@ -3,7 +3,7 @@
 Names follow Hugging Face's `model.layers.N...`. Each function looks up and checks the tensors of one part.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from colibri_mp.models.structure import (
     MixerTensors,
     ModelSpec,
     MoeSpec,
+    PredictorSpec,
 )
 from colibri_mp.specs import AttentionSpec, QKNorm, RopeSpec, RouterSpec
 
@@ -133,11 +134,14 @@ def read_layer_windows(config: ConfigReader, decoder: DecoderConfig, default_typ
     return replace(decoder, layer_mixers=specs)
 
 
-def leave_out_predictors(config: ConfigReader, table: TensorTable, num_layers: int) -> None:
-    """The layers that predict tokens after the next one come after the last: the model does without them."""
+def read_num_predictors(config: ConfigReader) -> int:
+    """How many layers predict tokens after the next one."""
     num_predictors = config.whole("num_nextn_predict_layers", "num_mtp_layers", default=0, least=0)
-    for layer in range(num_layers, num_layers + min(num_predictors, MOST_PREDICTORS)):
-        table.leave_out(f"model.layers.{layer}.")
+    if num_predictors > MOST_PREDICTORS:
+        raise CheckpointError(
+            f"config.json: num_nextn_predict_layers = {num_predictors} cannot be meant, at most {MOST_PREDICTORS} are expected"
+        )
+    return num_predictors
 
 
 def find_norm(table: TensorTable, path: str, hidden: int) -> TensorInfo:
@@ -168,11 +172,12 @@ def build_model(
     table: TensorTable,
     decoder: DecoderConfig,
     build_mlp: BuildMlp,
+    num_predictors: int = 0,
     find_mixer: FindMixer = find_attention,
 ) -> ModelSpec:
-    """The whole model; `build_mlp(table, layer)` and `find_mixer(table, layer_path, spec)` are what the family adds.
+    """The whole model. What the family adds, for its layers and, after these, its predictors:
 
-    Refuses tensors that nothing uses.
+    `build_mlp(table, layer)`, and `find_mixer(table, layer_path, spec)`, which gives the tensors of `decoder`'s mixers.
     """
     embed_shape = Shape((decoder.vocab_size, decoder.hidden), "vocab_size, hidden_size")
     embed = table.matrix("model.embed_tokens", embed_shape)
@@ -191,6 +196,7 @@ def build_model(
         head=embed if decoder.tied else table.matrix("lm_head", embed_shape),
         final_norm=find_norm(table, "model.norm", decoder.hidden),
         layers=layers,
+        predictors=tuple(_predictors(table, decoder, build_mlp, num_predictors, find_mixer)),
     )
 
 
@@ -225,6 +231,24 @@ def build_dense(
         up=table.matrix(f"{path}.up_proj", wide),
         down=table.matrix(f"{path}.down_proj", narrow),
     )
+
+
+def _predictors(
+    table: TensorTable, decoder: DecoderConfig, build_mlp: BuildMlp, num_predictors: int, find_mixer: FindMixer
+) -> Iterator[PredictorSpec]:
+    """The layers after the last, where the checkpoint has them and they are wanted. Their copies of embedding and head are not."""
+    hidden = decoder.hidden
+    for i in range(decoder.num_layers, decoder.num_layers + num_predictors):
+        path = f"model.layers.{i}"
+        if table.finds_predictors and f"{path}.eh_proj.weight" in table:
+            yield PredictorSpec(
+                embed_norm=find_norm(table, f"{path}.enorm", hidden),
+                hidden_norm=find_norm(table, f"{path}.hnorm", hidden),
+                merge=table.matrix(f"{path}.eh_proj", Shape((hidden, 2 * hidden), "hidden_size, 2 * hidden_size")),
+                layer=_layer(table, i, decoder.attention, build_mlp, find_mixer),
+                final_norm=find_norm(table, f"{path}.shared_head.norm", hidden),
+            )
+        table.leave_out(f"{path}.")
 
 
 def _layer(table: TensorTable, i: int, spec: MixerSpec, build_mlp: BuildMlp, find_mixer: FindMixer) -> LayerSpec:

@@ -3,7 +3,7 @@
 Grouped-query attention; `attention_bias` gives biases to q, k and v, not to o; RMS norm over each head of q and k if `use_qk_norm`; the
 first half of a head turns (`partial_rotary_factor`). Router: sigmoid, corrected for the choice only, times `routed_scaling_factor`. Beside
 the routed experts there is a shared one of width `n_shared_experts` * `moe_intermediate_size`, always with weight 1. The first
-`first_k_dense_replace` layers are dense. The layers after the last (`num_nextn_predict_layers`) predict further tokens: they are left out.
+`first_k_dense_replace` layers are dense. The layers after the last (`num_nextn_predict_layers`) predict further tokens.
 """
 
 from dataclasses import replace
@@ -15,10 +15,10 @@ from colibri_mp.models.decoder import (
     build_dense,
     build_model,
     build_moe,
-    leave_out_predictors,
     read_correction,
     read_decoder_config,
     read_grouped_router,
+    read_num_predictors,
 )
 from colibri_mp.models.structure import DenseSpec, ModelSpec, MoeSpec
 
@@ -55,5 +55,4 @@ def build(config: ConfigReader, table: TensorTable) -> ModelSpec:
             ),
         )
 
-    leave_out_predictors(config, table, decoder.num_layers)
-    return build_model("glm4_moe", table, decoder, build_mlp)
+    return build_model("glm4_moe", table, decoder, build_mlp, read_num_predictors(config))

@@ -143,8 +143,23 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictorSpec:
+    """A layer that predicts the token after the next one (MTP; DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+    Of the last layer's output h, normed by the model's final norm, and the next token t: x = merge [D, 2D] of
+    [embed_norm(embed(t)); hidden_norm(h)], then `layer`, `final_norm` and the model's head.
+    """
+
+    embed_norm: TensorInfo
+    hidden_norm: TensorInfo
+    merge: StoredMatrix
+    layer: LayerSpec
+    final_norm: TensorInfo
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A whole model; `head` is `embed` itself (the same object) if the two are tied."""
+    """A whole model; `head` is `embed` itself (the same object) if the two are tied. `predictors`: only where they were asked for."""
 
     model_type: str
     hidden: int
@@ -156,6 +171,7 @@ class ModelSpec:
     head: StoredMatrix
     final_norm: TensorInfo
     layers: tuple[LayerSpec, ...]
+    predictors: tuple[PredictorSpec, ...] = ()
 
     @property
     def tied(self) -> bool:

@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from colibri_mp.kernels.isa import prepare_cache
+
 MODEL = Path(__file__).parents[1] / "golden" / "tiny" / "qwen3_moe"
 COMMAND = [sys.executable, "-m", "colibri_mp"]
 SMALL = ["--model", str(MODEL), "--ctx", "128", "--threads", "1", "--workers", "1"]
@@ -181,6 +183,10 @@ def test_unwritable_home(tmp_path: Path) -> None:
     """Without a place for the kernel cache it still runs, and says where the kernels are kept."""
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
+    compiled = prepare_cache().path
+    other_place = tmp_path / f"colibri-mp-{os.getuid()}"
+    other_place.mkdir(mode=0o700)
+    (other_place / compiled.name).symlink_to(compiled)  # as if it had run before: compiling takes half a minute
     env = {
         "HOME": str(blocked),
         "XDG_CACHE_HOME": str(blocked / "cache"),
@@ -192,6 +198,7 @@ def test_unwritable_home(tmp_path: Path) -> None:
     shutil.rmtree("/tmp/cmp-home", ignore_errors=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["completion_tokens"] == 1
+    assert f"compiled kernels are kept in {other_place / compiled.name}" in done.stderr
     assert "cannot be written" in done.stderr
 
 

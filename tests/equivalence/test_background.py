@@ -101,8 +101,11 @@ def test_late_hints_are_waited_for_and_stale_ones_called_off(model: Model, monke
         assert found.failed + staged(worker) == 5
 
 
-def test_wishes_fill_free_slots_and_pin(model: Model) -> None:
-    """Pins first, then free slots; nothing is evicted for a wish, and a pin is not evicted by a step."""
+@pytest.mark.parametrize("read_s", [0.0, 0.05])
+def test_wishes_fill_free_slots_and_pin(model: Model, read_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pins first, then free slots, however slow the disk; nothing is evicted for a wish, nor is a pin evicted by a step."""
+    preadv = os.preadv
+    monkeypatch.setattr(expert_files.os, "preadv", lambda *wanted: (time.sleep(read_s), preadv(*wanted))[1])
     with running(model.config(6)) as worker:
         worker.keep([Wish(LAYER, expert, expert in (3, 4)) for expert in (3, 4, 5, 6, 7, 8, 9)], [])
         wait_for(worker, lambda: not worker._background.num_waiting)

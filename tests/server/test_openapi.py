@@ -1,5 +1,9 @@
 """The OpenAPI document is true: what it says is refused is refused, and every answer is as it says."""
 
+from collections.abc import Iterator
+
+import pytest
+import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from live_server import LiveServer, chat
@@ -20,6 +24,13 @@ CHECKS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def session() -> Iterator[requests.Session]:
+    """One connection for thousands of requests."""
+    with requests.Session() as kept:
+        yield kept
+
+
 def test_every_route_is_documented(server: LiveServer) -> None:
     """The document has the routes that there are, with their methods; it is served as it is."""
     documented = {(path, method.upper()) for path, item in document()["paths"].items() for method in item}
@@ -37,13 +48,13 @@ def test_every_route_is_documented(server: LiveServer) -> None:
     max_examples=4, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
-def test_answers_are_as_documented(server: LiveServer, case: schemathesis.Case) -> None:
+def test_answers_are_as_documented(server: LiveServer, session: requests.Session, case: schemathesis.Case) -> None:
     """Bodies made from the document, right and wrong ones, get documented answers and never a 5xx."""
     if isinstance(case.body, dict) and "messages" in case.body and case.path != "/v1/messages":
         case.body.setdefault("max_tokens", 4)
     if isinstance(case.body, dict) and 4 < _number(case.body.get("max_tokens")) <= LARGEST_INT:
         case.body["max_tokens"] = 4
-    case.call_and_validate(base_url=server.url, checks=CHECKS, timeout=30)
+    case.call_and_validate(base_url=server.url, checks=CHECKS, timeout=30, session=session)
 
 
 def test_a_whole_chat_is_as_documented(server: LiveServer) -> None:

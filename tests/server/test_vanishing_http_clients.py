@@ -86,7 +86,7 @@ def test_a_client_that_does_not_read_is_given_up(server: LiveServer) -> None:
     with (
         server.client() as client,
         client.stream(
-            "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+            "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 480, "ignore_eos": True, "stream": True}
         ),
     ):
         pass
@@ -107,7 +107,7 @@ def test_long_silence_has_pings_and_progress(server: LiveServer) -> None:
 
 def test_a_full_queue_refuses_cleanly(strict_server: LiveServer) -> None:
     """Where one request fills the KV memory and two may wait, the others get 429 and when to come again; those get answers."""
-    body = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True}
+    body = {"prompt": "Once", "max_tokens": 480, "ignore_eos": True}
 
     async def ask_all() -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=strict_server.url, timeout=60) as client:
@@ -120,4 +120,4 @@ def test_a_full_queue_refuses_cleanly(strict_server: LiveServer) -> None:
     assert all(response.json()["error"]["type"] == "rate_limit_error" for response in refused)
     answered = [response for response in responses if response.status_code == 200]
     assert len(answered) == 12 - len(refused) >= 1
-    assert all(response.json()["usage"]["completion_tokens"] == 1900 for response in answered)
+    assert all(response.json()["usage"]["completion_tokens"] == 480 for response in answered)
