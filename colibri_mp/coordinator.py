@@ -25,6 +25,8 @@ import psutil
 from numpy.typing import NDArray
 
 from colibri_mp.backend import Backend, Blocks
+from colibri_mp.backend_choice import with_backend
+from colibri_mp.backends import make_backend
 from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.checkpoint.hub import resolve
 from colibri_mp.checkpoint.source import Checkpoint
@@ -32,24 +34,18 @@ from colibri_mp.checksums import describe as describe_checksums
 from colibri_mp.checksums import with_checksums
 from colibri_mp.compiling import Stopping, compile_kernels
 from colibri_mp.config import LaunchConfig
-from colibri_mp.cpu_backend import CpuBackend
 from colibri_mp.disks import ExpertMemory, choose_copies
 from colibri_mp.formats import Encoding
-from colibri_mp.kernels import isa
 from colibri_mp.kernels.attention_inputs import Batch
-from colibri_mp.kernels.paged_cache import num_blocks_for
-from colibri_mp.kernels.team import ThreadTeam
 from colibri_mp.limits import tightest_room
 from colibri_mp.lossy import lossy_options, with_lossy_options
 from colibri_mp.messages import Floats, Ints, PoolEvent, StepCounters
 from colibri_mp.mixers import kinds
-from colibri_mp.mixers.kind import StageLimits
 from colibri_mp.models import load_model
 from colibri_mp.models.structure import LayerSpec, ModelSpec, MoeSpec
 from colibri_mp.phases import ATTENTION, COMPUTE, StepClock
 from colibri_mp.plan_terms import max_logit_rows
 from colibri_mp.planner import Plan, plan_now, split_slabs
-from colibri_mp.resident import load_resident
 from colibri_mp.rundir import ClusterInfo, RunDir
 from colibri_mp.scheduler import Look, Rows
 from colibri_mp.shm.layout import LayerSlots, pool_bytes
@@ -73,8 +69,7 @@ class Coordinator:
 
     def __init__(
         self, checkpoint: Checkpoint, model: ModelSpec, plan: Plan, config: LaunchConfig, supervisor: Supervisor,
-        team: ThreadTeam, should_stop: Callable[[], bool], trace: TraceWriter | NoTrace, usage: Usage,
-        lone_team: ThreadTeam,
+        backend: Backend, should_stop: Callable[[], bool], trace: TraceWriter | NoTrace, usage: Usage,
     ) -> None:  # fmt: skip
         self.checkpoint = checkpoint
         self.model = model
@@ -82,30 +77,24 @@ class Coordinator:
         self.supervisor = supervisor
         self.notes: tuple[str, ...] = plan.notes
         self.pools: list[PoolView] = []
-        weights = load_resident(checkpoint, model)
         self.max_context = plan.ctx_tokens
         self.vocab_size = model.vocab_size
         self.max_logit_rows = max_logit_rows(model.vocab_size, plan.prefill_chunk)
         self.clock = StepClock(len(model.layers))
         self.trace = trace
         self.can_be_joined = isinstance(trace, NoTrace)  # a trace tells one step after the other
-        self.tiers = Tiers(config, model, plan, usage, weights.layers, supervisor, lone_team)
+        self.tiers = Tiers(config, model, plan, usage, backend, supervisor)
         self.lossy: tuple[str, ...] = ()
         self.on_wait: Callable[[], None] = lambda: None  # called in each layer, while its worker computes
         self._should_stop = should_stop
-        self._planes = config.planes
-        self._team = team
+        self._backend = backend
+        self.kv: Blocks = backend.caches
         self._last_step = 0
         self._totals: defaultdict[int, Counter[str]] = defaultdict(Counter)  # by worker id
         # Counters by layer; added up when somebody asks, who may be the control thread, or now and then.
         self._uncounted: deque[tuple[int, StepCounters]] = deque()
         self._counting = threading.Lock()
         self._may_drop = model.router.top_p < 1
-        limits = StageLimits(plan.prefill_chunk, plan.ctx_tokens, team.num_threads, config.planes, config.kv_bits)
-        self._backend: Backend = CpuBackend(
-            team, model, weights, limits, num_blocks_for(plan.kv_tokens), self.max_logit_rows
-        )
-        self.kv: Blocks = self._backend.caches
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
@@ -118,6 +107,7 @@ class Coordinator:
         checkpoint = Checkpoint.open(resolve(config.model, progress))
         published = load_model(checkpoint)
         model, lossy = with_lossy_options(published, config), lossy_options(published, config)
+        config = with_backend(config, model)
         plan = plan_now(checkpoint, model, config)
         usage = open_usage(model, config.usage, checkpoint.fingerprint)
         compile_kernels(
@@ -138,9 +128,8 @@ class Coordinator:
         stack.callback(supervisor.close)
         supervisor.start(workers)
         progress(f"loading {checkpoint.path.name}")
-        team = stack.enter_context(ThreadTeam(plan.num_threads))
-        lone_team = stack.enter_context(ThreadTeam(1))
-        coordinator = cls(checkpoint, model, plan, config, supervisor, team, should_stop, trace, usage, lone_team)
+        backend = make_backend(checkpoint, model, plan, config, stack)
+        coordinator = cls(checkpoint, model, plan, config, supervisor, backend, should_stop, trace, usage)
         coordinator.lossy = lossy
         supervisor.on_pool_event = coordinator.add_event
         supervisor.wait_ready(_READY_TIMEOUT_S)
@@ -150,6 +139,8 @@ class Coordinator:
         coordinator.tiers.pools = coordinator.pools
         stack.callback(coordinator.tiers.save)
         coordinator.notes += tuple(dict.fromkeys(note for worker in supervisor.workers for note in worker.notes))
+        if backend.description:
+            coordinator.notes += (backend.description,)
         if note := coordinator.tiers.start():
             coordinator.notes += (note,)
         if config.trace:
@@ -216,7 +207,7 @@ class Coordinator:
             h,
             ids,
             weights,
-            on_answer=self._team.expect,
+            on_answer=self._backend.expect,
             meanwhile=lambda: self._while_waiting(x, h, ids, layer, layer_idx),
         )
         num_choices = int(np.count_nonzero(ids >= 0)) if self._may_drop else ids.size
@@ -244,6 +235,13 @@ class Coordinator:
         """Memory that the slabs of all pools take now."""
         return sum(pool.reserved_bytes() - pool.layout.slabs_offset for pool in self.pools)
 
+    def rows_held_together(self) -> int:
+        """Rows whose experts fit the pool of every layer together, whichever they choose; at least 1."""
+        num_experts = {experts.layer: experts.num_experts for experts in self.model.expert_layers}
+        slots = (pair for share in self.plan.workers for pair in zip(share.layers, share.num_slots, strict=True))
+        short = [num_slots for layer, num_slots in slots if num_slots < num_experts[layer]]
+        return max(1, min(short) // self.model.router.top_k) if short else self.plan.prefill_chunk
+
     def limit_slabs(self, slab_bytes: int) -> None:
         """Keep the slabs of all pools within so many bytes, soon. Callable from any thread."""
         self.supervisor.request_sizes(split_slabs(self.plan.workers, slab_bytes))
@@ -252,8 +250,7 @@ class Coordinator:
         """Everything but the tokens that the values in the KV cache depend on, JSON-compatible."""
         return {
             "fingerprint": self.checkpoint.fingerprint,
-            "isa": isa.current().value,
-            "planes": self._planes,
+            **self._backend.identity(),
             "kv_bits": self.kv.bits,
             "lossy": list(self.lossy),
         }
@@ -277,6 +274,7 @@ class Coordinator:
             "stored_bytes": self.checkpoint.total_bytes,
             "fingerprint": self.checkpoint.fingerprint,
             "ctx_tokens": self.max_context,
+            "backend": self.plan.backend,
         }
 
     def describe_workers(self) -> list[dict[str, Any]]:
@@ -348,6 +346,8 @@ def worker_configs(
                 staging=share.num_staging,
                 advises=config.lookahead == "advise",
                 eviction=eviction,
+                backend=plan.backend,
+                device_bytes=share.device_bytes,
             )
         )
     return configs
@@ -378,8 +378,7 @@ def rows_in(left: list[Rows], rows: list[Rows]) -> NDArray[np.bool_]:
 
 def count_rows(rows: list[Rows]) -> tuple[int, int]:
     """Rows of a step, and how many of them are prefill: several of one sequence at once."""
-    counts = [part.count for part in rows]
-    return sum(counts), sum(count for count in counts if count > 1)
+    return sum(part.count for part in rows), sum(part.count for part in rows if part.is_prefill)
 
 
 def logit_rows(rows: list[Rows]) -> list[int]:

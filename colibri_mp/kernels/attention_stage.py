@@ -8,7 +8,7 @@
     5  prepare      rows of the context -> prepared rows for o
     6  output       blocks of o rows; x += the product (+ bias)
 
-Threads take scratch memory by a ticket: see `_scratch`.
+Threads take scratch memory by a ticket: see `take_scratch`.
 """
 
 from typing import Any
@@ -74,7 +74,7 @@ _NORM, _PROJECT, _TURN, _ATTEND, _MERGE, _PREPARE, _OUTPUT, _FINISH = (fixed(pha
 
 
 @compiled
-def _scratch(job: Any, control: int, tag: int) -> int:
+def take_scratch(job: Any, control: int, tag: int) -> int:
     """Scratch memory for this call of the stage, or 0: none is left, so take no chunk that needs any.
 
     A helper may enter a job again after its end has begun, so there can be more calls than threads. One that got no scratch
@@ -257,7 +257,7 @@ def _output_phase(job: Any, control: int, tag: int) -> bool:
 @compiled
 def attention_phases(job: Any, control: int, tag: int) -> bool:
     """All of it, `NUM_PHASES` phases. False: the job is over, leave."""
-    scratch = _scratch(job, control, tag)
+    scratch = take_scratch(job, control, tag)
     if not _norm_phase(job, control, tag, scratch):
         return False
     if not _project_phase(job, control, tag):

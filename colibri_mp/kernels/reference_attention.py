@@ -102,7 +102,12 @@ def route(
 ) -> tuple[F32Array, NDArray[np.int32], F32Array]:
     """(h, ids, weights) as `router.RouterStage`."""
     h = rms_norm(x, norm, norm_eps)
-    scores, choice = score(linear(h, router.gate, router.bias), router.correction, spec)
+    return h, *choose(linear(h, router.gate, router.bias), router.correction, spec)
+
+
+def choose(logits: F32Array, correction: F32Array | None, spec: RouterSpec) -> tuple[NDArray[np.int32], F32Array]:
+    """The experts [T, K], ascending, and their weights, of a router's logits [T, E]."""
+    scores, choice = score(logits, correction, spec)
     ids = np.argsort(-choice, axis=-1, kind="stable")[:, : spec.top_k]
     weights = np.take_along_axis(scores, ids, axis=-1)
     by_weight = np.argsort(-weights, axis=-1, kind="stable")
@@ -116,18 +121,16 @@ def route(
     ids, weights = np.take_along_axis(ids, by_id, axis=-1), np.take_along_axis(weights, by_id, axis=-1)
     if spec.norm_topk_prob:
         weights = weights / weights.sum(axis=-1, keepdims=True)
-    return h, ids.astype(np.int32), weights * np.float32(spec.scaling)
+    return ids.astype(np.int32), weights * np.float32(spec.scaling)
 
 
 def score(logits: F32Array, correction: F32Array | None, spec: RouterSpec) -> tuple[F32Array, F32Array]:
     """[T, E]: the scores, and what experts are chosen by: corrected, and -inf in groups that are not kept."""
-    if spec.scoring == "softmax":
-        probabilities = softmax(logits.astype(np.float64)).astype(np.float32)
-        return probabilities, probabilities
-    scores = np.asarray(1 / (1 + np.exp(-logits.astype(np.float64))), dtype=np.float32)
+    wide = logits.astype(np.float64)
+    scores = np.asarray(softmax(wide) if spec.scoring == "softmax" else 1 / (1 + np.exp(-wide)), dtype=np.float32)
     choice = scores if correction is None else scores + correction
     groups = choice.reshape(len(choice), spec.num_groups, -1)
-    best = np.sort(groups, axis=-1)[..., -2:].sum(axis=-1)
+    best = np.sort(groups, axis=-1)[..., -2 if spec.scoring == "sigmoid" else -1 :].sum(axis=-1)
     kept = np.argsort(-best, axis=-1, kind="stable")[:, : spec.kept_groups]
     refused = np.ones(best.shape, bool)
     np.put_along_axis(refused, kept, False, axis=-1)

@@ -8,10 +8,11 @@ from colibri_mp.formats import Encoding
 from colibri_mp.kernels.paged_cache import num_blocks_for
 from colibri_mp.mixers.attention import Attention
 from colibri_mp.mixers.kind import CacheShape, MixerKind, StageLimits
+from colibri_mp.mixers.mla import Mla
 from colibri_mp.models.structure import LayerSpec, ModelSpec
-from colibri_mp.specs import AttentionSpec
+from colibri_mp.specs import AttentionSpec, MlaSpec
 
-KINDS: dict[type, MixerKind] = {AttentionSpec: Attention()}
+KINDS: dict[type, MixerKind] = {AttentionSpec: Attention(), MlaSpec: Mla()}
 
 
 def kind_of(layer: LayerSpec) -> MixerKind:

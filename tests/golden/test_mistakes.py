@@ -11,15 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from plain_forward import Bytes, Floats, PlainModel, dequantise, sigmoid
+from plain_forward import Bytes, Floats, PlainModel, dequantise, e4m3, sigmoid
 from test_parity import TOLERANCE
 
 from colibri_mp.checkpoint import Checkpoint, TensorInfo
+from colibri_mp.checkpoint.source import to_float32
 from colibri_mp.formats import Encoding
 from colibri_mp.models import AttentionSpec, ModelSpec, MoeSpec
-from colibri_mp.specs import ClampedSwiGLU
+from colibri_mp.models.structure import MlaTensors
+from colibri_mp.specs import ClampedSwiGLU, MlaSpec
 
-TINY = Path(__file__).parent / "tiny"
+GOLDEN = Path(__file__).parent
 
 
 class Changed(PlainModel):
@@ -142,6 +144,89 @@ class GroupsByTheirBest(PlainModel):
         return super().choice(replace(spec, router=replace(spec.router, num_groups=1, kept_groups=1)), scores)
 
 
+class LoraNormsWithTheModelsEps(Changed):
+    """The norms of q_a and kv_a have rms_norm_eps."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        return with_latent(model, lora_eps=model.norm_eps)
+
+
+class NoScoreFactor(Changed):
+    """yarn's mscale_all_dim does not scale the scores."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        spec = model.layers[0].attention
+        return with_latent(model, scale=(spec.nope_dim + spec.rope_dim) ** -0.5)
+
+
+class ScaledByTheNopePart(Changed):
+    """The scores are scaled by the width of the part that does not turn."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        spec = model.layers[0].attention
+        return with_latent(model, scale=spec.scale * (1 + spec.rope_dim / spec.nope_dim) ** 0.5)
+
+
+class PairsAreHalves(Changed):
+    """Rotary pairs are halves instead of neighbours."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        return with_latent(model, interleaved=False)
+
+
+def with_latent(model: ModelSpec, **changes: Any) -> ModelSpec:
+    """Changes to latent attention."""
+    layers = (replace(layer, attention=replace(layer.attention, **changes)) for layer in model.layers)
+    return replace(model, layers=tuple(layers))
+
+
+class NormedRopeKey(PlainModel):
+    """The key that turns is normed like the latent."""
+
+    def rope_key(self, spec: MlaSpec, key: Floats) -> Floats:
+        return key / np.sqrt((key * key).mean(axis=-1, keepdims=True) + spec.lora_eps)
+
+
+class PlainFrequencies(Changed):
+    """No yarn."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        return replace(model, rope=replace(model.rope, rope_type="default"))
+
+
+class ValuesBeforeKeys(PlainModel):
+    """kv_b's rows of a head are taken for values first."""
+
+    def unfolding(self, spec: MlaSpec, tensors: MlaTensors) -> tuple[Floats, Floats]:
+        assert tensors.kv_b is not None
+        both = self.matrix(tensors.kv_b).reshape(spec.num_heads, -1, spec.kv_lora_rank)
+        return both[:, spec.v_dim :], both[:, : spec.v_dim]
+
+
+class KeysOfAllHeadsFirst(PlainModel):
+    """kv_b's rows are taken for the keys of all heads, then the values of all."""
+
+    def unfolding(self, spec: MlaSpec, tensors: MlaTensors) -> tuple[Floats, Floats]:
+        assert tensors.kv_b is not None
+        keys, values = np.split(self.matrix(tensors.kv_b), [spec.num_heads * spec.nope_dim])
+        shape = (spec.num_heads, -1, spec.kv_lora_rank)
+        return keys.reshape(shape), values.reshape(shape)
+
+
+class GroupsByTheirTwoBest(PlainModel):
+    """Groups are kept by the sum of two scores, as noaux_tc does it."""
+
+    def group_scores(self, spec: MoeSpec, groups: Floats) -> Floats:
+        return np.sort(groups, axis=-1)[..., -2:].sum(axis=-1)
+
+
+class GroupsByTheirSingleBest(PlainModel):
+    """Groups are kept by their best score alone, as group_limited_greedy does it."""
+
+    def group_scores(self, spec: MoeSpec, groups: Floats) -> Floats:
+        return groups.max(axis=-1)
+
+
 class NoScaling(PlainModel):
     """routed_scaling_factor is forgotten."""
 
@@ -259,6 +344,27 @@ class HighNibbleFirst(PlainModel):
         return dequantise(Encoding("mxfp4", 4, 32, "u8"), rows, cols, [codes, parts[1]])
 
 
+class TilesOfEqualSize(PlainModel):
+    """An FP8 matrix is cut into equal tiles, as many as there are scales, instead of tiles of 128 of which the last is smaller."""
+
+    def values(self, encoding: Encoding, rows: int, cols: int, parts: list[Bytes]) -> Floats:
+        if encoding.kind != "fp8":
+            return super().values(encoding, rows, cols, parts)
+        down, across = encoding.groups(rows, cols)
+        grid = to_float32(parts[1], "F32").astype(float).reshape(down, across)
+        scales = grid.repeat(rows // down, axis=0).repeat(cols // across, axis=1)
+        return e4m3(parts[0].astype(int)).reshape(rows, cols) * scales
+
+
+class HighCodesFirst(PlainModel):
+    """The two codes of a byte of a 4-bit matrix are taken in the other order."""
+
+    def values(self, encoding: Encoding, rows: int, cols: int, parts: list[Bytes]) -> Floats:
+        if encoding.bits == 4:
+            parts = [(parts[0] << 4) | (parts[0] >> 4), *parts[1:]]
+        return super().values(encoding, rows, cols, parts)
+
+
 MISTAKES: dict[str, tuple[type[PlainModel], ...]] = {
     "glm4_moe": (
         *(WholeHeadTurns, PairsTakeTurns, BiasedWeights, ChoiceWithoutCorrection),
@@ -273,6 +379,17 @@ MISTAKES: dict[str, tuple[type[PlainModel], ...]] = {
         NoScaling,
         NoShared,
     ),
+    "deepseek_v3": (
+        *(NormEps, LoraNormsWithTheModelsEps, NormedRopeKey, PairsAreHalves, NoScoreFactor, ScaledByTheNopePart),
+        *(PlainFrequencies, KeysOfAllHeadsFirst, RefusedAreZero, GroupsByTheirBest, GroupsByTheirSingleBest),
+        *(BiasedWeights, ChoiceWithoutCorrection, NoScaling, ScaledShared, NoShared, Renormalised),
+    ),
+    "deepseek_v2": (
+        *(NormEps, LoraNormsWithTheModelsEps, NormedRopeKey, PairsAreHalves, NoScoreFactor, NoYarnScaling),
+        *(PlainFrequencies, ValuesBeforeKeys, KeysOfAllHeadsFirst, GroupsByTheirBest, GroupsByTheirTwoBest),
+        *(NoScaling, ScaledShared, NoShared, Renormalised),
+    ),
+    "deepseek_v2_lite": (PairsAreHalves, NormedRopeKey, NoShared, Renormalised),
     "qwen2_moe": (
         *(NormEps, PairsTakeTurns, WindowTooWide, WindowTooNarrow, WindowsInTheOtherLayers),
         *(NoShared, UngatedShared, GateOfTheOutput, Renormalised),
@@ -283,6 +400,9 @@ MISTAKES: dict[str, tuple[type[PlainModel], ...]] = {
         *(NoExpertBiases, HalvesOfGateUp),
     ),
     "gpt_oss_mxfp4": (HighNibbleFirst, NoSinks, HalvesOfGateUp),
+    "qwen3_moe_fp8": (TilesOfEqualSize,),
+    "qwen3_moe_q4": (HighCodesFirst,),
+    "qwen3_moe_nvfp4": (HighCodesFirst,),
 }
 CASES = [(fixture, mistake) for fixture, mistakes in MISTAKES.items() for mistake in mistakes]
 
@@ -290,7 +410,8 @@ CASES = [(fixture, mistake) for fixture, mistakes in MISTAKES.items() for mistak
 @pytest.mark.parametrize(("fixture", "mistake"), CASES, ids=[f"{name}-{mistake.__name__}" for name, mistake in CASES])
 def test_mistake_is_noticed(fixture: str, mistake: type[PlainModel]) -> None:
     """The logits leave the tolerance of the parity tests."""
-    golden = np.load(TINY / fixture / "golden.npz")
+    (folder,) = GOLDEN.glob(f"tiny*/{fixture}")
+    golden = np.load(folder / "golden.npz")
     ids = np.concatenate([golden["input_ids"], golden["generated_ids"]])
-    logits = mistake(Checkpoint.open(TINY / fixture)).logits(ids)
+    logits = mistake(Checkpoint.open(folder)).logits(ids)
     assert np.abs(logits - golden["logits"]).max() > TOLERANCE
