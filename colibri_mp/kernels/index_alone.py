@@ -51,9 +51,10 @@ class IndexerAlone:
 
     def __init__(self, team: ThreadTeam, indexer: Indexer) -> None:
         self.indexer, self._team, self._frame = indexer, team, np.zeros(1, FRAME)
-        self._scratch = aligned_bytes(indexer.thread_scratch_bytes * team.num_threads)
+        thread_bytes = Indexer.thread_scratch_bytes(indexer.spec, indexer.max_context, team.num_threads)
+        self._scratch = aligned_bytes(thread_bytes * team.num_threads)
         self._frame["scratch"], self._frame["num_scratches"] = self._scratch.ctypes.data, team.num_threads
-        self._frame["scratch_bytes"] = indexer.thread_scratch_bytes
+        self._frame["scratch_bytes"] = thread_bytes
 
     def __call__(
         self, h: F32Array, sources: F32Array, weights: IndexerWeights, keys: IndexKeys, layer_idx: int, batch: Batch
@@ -63,9 +64,7 @@ class IndexerAlone:
         self._frame["h"], self._frame["h_stride"] = h.ctypes.data, h.strides[0]
         self._frame["sources"], self._frame["sources_stride"] = sources.ctypes.data, sources.strides[0]
         self._team.run(STAGE, self._frame)
-        choice, sparse = self.indexer.choice(batch), set(self.indexer.choice(batch).sparse_rows.tolist())
-        positions = batch.positions.tolist()
-        return [
-            choice.positions[t].copy() if t in sparse else np.arange(position + 1, dtype=np.int32)
-            for t, position in enumerate(positions)
-        ]
+        chosen = self.indexer.choice(batch).chosen
+        if chosen is None:
+            return [np.arange(position + 1, dtype=np.int32) for position in batch.positions.tolist()]
+        return [row[:count].copy() for row, count in zip(chosen.positions, chosen.counts.tolist(), strict=True)]

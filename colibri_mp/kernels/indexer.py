@@ -1,8 +1,8 @@
 """The indexer of one shape: its weights, buffers and frames, for the stage of the attention that asks it.
 
     indexer = Indexer(spec, tables, max_tokens, max_context, num_threads)
-    choice = indexer.choice(batch)                        # once a batch; the layers of a step that share a choice use the same object
-    frame = indexer.frame(weights, keys, layer_idx, batch)     # a record of `index_stage.FRAME` for the attention's frame
+    frame = indexer.frame(weights, keys, layer_idx, batch)      # a record of `index_stage.FRAME` for the attention's frame
+    choice = indexer.choice(batch)                              # the same object for all layers of a step
 
 The phases, and what a row's choice depends on: `index_stage`. The same in plain numpy: `reference_indexer`.
 """
@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from colibri_mp.kernels.attention_inputs import Batch, check_plain
+from colibri_mp.kernels.attention_inputs import Batch, Chosen, check_plain
 from colibri_mp.kernels.index_keys import IndexKeys
 from colibri_mp.kernels.index_select import HISTOGRAM_BYTES
 from colibri_mp.kernels.index_stage import FRAME, ROWS_A_CHUNK, SPLIT_TILES, STEP_FIELDS
@@ -56,21 +56,18 @@ class IndexerWeights:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """Which positions the rows of a batch read. `sparse_rows`: rows that do not read all, ascending.
+    """Which positions the rows of a batch read; `chosen` is None if they read all.
 
-    `positions`, int32 [T, top_k]: of those rows, ascending; written by the last layer that had an indexer.
+    `sparse_rows`: rows that do not, ascending. Their positions are written by each layer that has an indexer; `step`: fields of its frame.
     """
 
     sparse_rows: I32Array
-    positions: I32Array
+    chosen: Chosen | None
     step: tuple[int, ...]
 
 
 class Indexer:
-    """See the module docstring. One call at a time; weights met in a call are kept (some kB each) until this object goes.
-
-    `scratch_bytes`: what the attention's stage is to add to each thread's scratch memory.
-    """
+    """See the module docstring. One call at a time; weights met in a call are kept (some kB each) until this object goes."""
 
     def __init__(
         self,
@@ -83,9 +80,10 @@ class Indexer:
     ) -> None:
         assert tables.cos.shape[0] >= max_context
         assert tables.rotary_dim == spec.rotary_dim
-        self.spec, self.max_tokens, self._tables, self._planes = spec, max_tokens, tables, planes
+        self.spec, self.max_tokens, self.max_context = spec, max_tokens, max_context
+        self._tables, self._planes = tables, planes
         sizes = _Sizes(spec, max_context, num_threads)
-        self.thread_scratch_bytes, self._max_shared = sizes.scratch_bytes, sizes.max_shared
+        self._max_shared = sizes.max_shared
         self._shared_scores = aligned_bytes(sizes.scores_bytes * sizes.max_shared)
         self._rows = {name: aligned_bytes(max_tokens * stride) for name, stride in sizes.strides.items()}
         self._tables_of_rows = {
@@ -99,35 +97,50 @@ class Indexer:
             int, tuple[IndexerWeights, NDArray[np.void], NDArray[np.int64], list[NDArray[np.int64]]]
         ] = {}
         self._choices: WeakKeyDictionary[Batch, Choice] = WeakKeyDictionary()
-        self._idle = np.zeros(1, FRAME)
+
+    @staticmethod
+    def thread_scratch_bytes(spec: IndexerSpec, max_context: int, num_threads: int) -> int:
+        """Bytes of scratch memory that the stage has to give each thread."""
+        return _Sizes(spec, max_context, num_threads).scratch_bytes
 
     @staticmethod
     def scratch_bytes(spec: IndexerSpec, max_tokens: int, max_context: int, num_threads: int) -> int:
-        """Bytes that an indexer and its choices allocate, at most; with the scratch memory of all threads."""
+        """Bytes that an indexer and its choices allocate, at most; without the scratch memory of threads."""
         sizes = _Sizes(spec, max_context, num_threads)
         rows = sum(sizes.strides.values()) + 6 * 8 + sum(_largest_prepared(cols) for cols in sizes.columns.values())
-        choice = 4 * (spec.top_k + 1)
-        fixed = sizes.scratch_bytes * num_threads + sizes.scores_bytes * sizes.max_shared
-        return max_tokens * (rows + choice) + fixed
+        choice = 4 * (spec.top_k + 2)
+        return max_tokens * (rows + choice) + sizes.scores_bytes * sizes.max_shared
 
     def choice(self, batch: Batch) -> Choice:
-        """The choice of a batch, the same object as long as the batch is there."""
+        """The choice of a batch that `frame` has been asked for."""
+        assert batch in self._choices, "no layer before this one has chosen for the same batch"
+        return self._choices[batch]
+
+    def _planned(self, batch: Batch) -> Choice:
         known = self._choices.get(batch)
         if known is None:
             sparse = np.flatnonzero(batch.positions >= self.spec.top_k).astype(np.int32)
-            positions = np.empty((batch.positions.size if sparse.size else 0, self.spec.top_k), np.int32)
-            known = Choice(sparse, positions, self._step(batch, sparse, positions))
-            self._choices[batch] = known
+            chosen = self._chosen(batch) if sparse.size else None
+            self._choices[batch] = known = Choice(sparse, chosen, self._step(batch, sparse, chosen))
         return known
 
-    def _step(self, batch: Batch, sparse: I32Array, chosen: I32Array) -> tuple[int, ...]:
+    def _chosen(self, batch: Batch) -> Chosen:
+        """Room for the choice of rows that make one; the others read all positions."""
+        top_k = self.spec.top_k
+        counts = np.minimum(batch.positions + 1, top_k).astype(np.int32)
+        positions = np.empty((batch.positions.size, top_k), np.int32)
+        positions[batch.positions < top_k] = np.arange(top_k, dtype=np.int32)
+        return Chosen(positions, counts)
+
+    def _step(self, batch: Batch, sparse: I32Array, chosen: Chosen | None) -> tuple[int, ...]:
         """The step fields of a batch, all but those of the keys."""
         last = int(batch.positions[sparse].max()) if sparse.size else 0
         num_splits = last // (SPLIT_TILES * BLOCK_TOKENS) + 1
         shares = int(num_splits > 1 and sparse.size <= self._max_shared)
         arrays = [array.ctypes.data for array in (batch.positions, batch.sequence_idx, batch.block_table)]
         sizes = (batch.positions.size, *arrays, batch.block_table.shape[1])
-        return (*sizes, sparse.size, sparse.ctypes.data, num_splits, shares, chosen.ctypes.data)
+        room = 0 if chosen is None else chosen.positions.ctypes.data
+        return (*sizes, sparse.size, sparse.ctypes.data, num_splits, shares, room)
 
     def frame(self, weights: IndexerWeights, keys: IndexKeys, layer_idx: int, batch: Batch) -> NDArray[np.void]:
         """The frame of a layer's indexer, shape (1,); valid until the next call with these weights.
@@ -138,12 +151,8 @@ class Indexer:
         assert 0 <= layer_idx < keys.cache.num_layers
         assert keys.head_dim == self.spec.head_dim
         frame, step = self._bound(weights)
-        step[:] = (*self.choice(batch).step, keys.address(layer_idx), keys.tile_bytes)
+        step[:] = (*self._planned(batch).step, keys.address(layer_idx), keys.tile_bytes)
         return frame
-
-    def idle_frame(self) -> NDArray[np.void]:
-        """The frame of a layer that has no indexer."""
-        return self._idle
 
     def _bound(self, weights: IndexerWeights) -> tuple[NDArray[np.void], NDArray[np.int64]]:
         """The frame for these weights, and a view of its step fields."""

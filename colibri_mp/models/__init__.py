@@ -32,7 +32,17 @@ __all__ = [
     "supported_model_types",
 ]
 
-_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+_FAMILIES = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "glm_moe_dsa",
+    "gpt_oss",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+)
 _SAME_AS = {"kimi_k2": "deepseek_v3"}
 """Other names of a family."""
 # Tables that old checkpoints store although they follow from the config.

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from colibri_mp.errors import CheckpointError
 from colibri_mp.kernels import reference_indexer
+from colibri_mp.kernels.attention_inputs import Batch
 from colibri_mp.kernels.index_alone import IndexerAlone
 from colibri_mp.kernels.index_keys import IndexKeys, index_tile_bytes
 from colibri_mp.kernels.index_select import HISTOGRAM_BYTES, select_largest
@@ -137,10 +138,17 @@ def test_a_choice_lasts_as_long_as_its_batch() -> None:
     with ThreadTeam(2) as team:
         alone = case.alone(team)
         alone(h, sources, case.weights, cache, 0, first)
-        before = alone.indexer.choice(first).positions.copy()
+        before = chosen_of(alone, first).copy()
         alone(h[::-1].copy(), sources, case.weights, cache, 0, second)
-        assert np.array_equal(alone.indexer.choice(first).positions[8:], before[8:])
-        assert not np.array_equal(alone.indexer.choice(second).positions[8:], before[8:])
+        assert np.array_equal(chosen_of(alone, first)[8:], before[8:])
+        assert not np.array_equal(chosen_of(alone, second)[8:], before[8:])
+
+
+def chosen_of(alone: IndexerAlone, batch: Batch) -> np.ndarray:
+    """The positions that the rows of a batch read."""
+    chosen = alone.indexer.choice(batch).chosen
+    assert chosen is not None
+    return chosen.positions
 
 
 def select(scores: np.ndarray, top_k: int) -> list[int]:
