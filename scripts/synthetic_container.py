@@ -26,9 +26,14 @@ Scales = Mapping[int, npt.NDArray[np.uint16]]
 
 
 def fill_container(source: Path, folder: Path, scales: Scales, seed: int) -> None:
-    """Write the container of the checkpoint in `source`, its experts made up, into the existing `folder`."""
+    """Write the container of the checkpoint in `source`, its experts made up, into the existing `folder`.
+
+    The source's weights are removed as soon as they are copied: the disk may have no room for both.
+    """
     plan = make_plan(Checkpoint.open(source), Options())
     _write_resident(plan, folder)
+    for path in source.glob("*.safetensors"):
+        path.unlink()
     for job in plan.layers:
         _write_layer(job, folder, scales, seed)
     for path in source.iterdir():
