@@ -15,7 +15,8 @@ from colibri_mp.kernels.index_keys import IndexKeys
 from colibri_mp.kernels.index_stage import index_phases, prepare_input_row, prepare_query_row
 from colibri_mp.kernels.indexer import Indexer, IndexerWeights
 from colibri_mp.kernels.jit import Native, compiled
-from colibri_mp.kernels.team import PHASE_0, PHASE_1, ThreadTeam, aligned_bytes, barrier, done, take, thread_slot
+from colibri_mp.kernels.stage_parts import take_scratch
+from colibri_mp.kernels.team import PHASE_0, PHASE_1, ThreadTeam, aligned_bytes, barrier, done, take
 from colibri_mp.kernels.vectors import record_at
 
 F32Array = NDArray[np.float32]
@@ -37,8 +38,7 @@ def _prepare_phase(job: Any, control: int, tag: int) -> bool:
 
 def _index_stage(frame: int, control: int, tag: int) -> None:
     job = record_at(frame, FRAME)
-    slot = thread_slot(control, tag, job.num_scratches)
-    scratch = job.scratch + slot * job.scratch_bytes if slot >= 0 else 0
+    scratch = take_scratch(job, control, tag)
     if _prepare_phase(job, control, tag):
         index_phases(job.index, control, tag, PHASE_1, scratch)
 

@@ -22,9 +22,16 @@ from colibri_mp.kernels.index_rows import finish_key, finish_queries, pack_heads
 from colibri_mp.kernels.index_select import select_largest
 from colibri_mp.kernels.index_tiles import index_tile
 from colibri_mp.kernels.jit import compiled
-from colibri_mp.kernels.linear import MATRIX, blocks_per_chunk, multiply_blocks
+from colibri_mp.kernels.linear import MATRIX
+from colibri_mp.kernels.stage_parts import (
+    TOKENS_A_CHUNK,
+    multiply_chunk,
+    num_block_chunks,
+    num_token_chunks,
+    prepare_row,
+)
 from colibri_mp.kernels.team import barrier, done, take
-from colibri_mp.kernels.vectors import call_native3, get_i32
+from colibri_mp.kernels.vectors import get_i32
 
 STEP_FIELDS = (
     *("num_tokens", "positions", "sequences", "block_table", "max_blocks"),
@@ -56,23 +63,22 @@ FRAME = np.dtype(
 ROWS_A_CHUNK = 4
 SPLIT_TILES = 64
 NUM_PHASES = 4
-_TOKENS_A_CHUNK = 4
 
 
 @compiled
 def prepare_input_row(job: Any, row: int, t: int) -> None:
     """Prepare a token's normed input, float32 at address `row`, if the layer has an indexer."""
     if job.num_tokens > 0:
-        call_native3(job.k_matrix.prepare, row, job.k_prepared + t * job.k_matrix.prepared_bytes, job.k_matrix.cols)
+        prepare_row(job.k_matrix, row, job.k_prepared, t)
         if job.g_prepared != job.k_prepared:
-            call_native3(job.g_matrix.prepare, row, job.g_prepared + t * job.g_matrix.prepared_bytes, job.g_matrix.cols)
+            prepare_row(job.g_matrix, row, job.g_prepared, t)
 
 
 @compiled
 def prepare_query_row(job: Any, row: int, t: int) -> None:
     """Prepare the numbers that a token's queries are made from, if there are any to be made."""
     if job.num_sparse > 0:
-        call_native3(job.q_matrix.prepare, row, job.q_prepared + t * job.q_matrix.prepared_bytes, job.q_matrix.cols)
+        prepare_row(job.q_matrix, row, job.q_prepared, t)
 
 
 @compiled
@@ -88,30 +94,18 @@ def index_phases(job: Any, control: int, tag: int, first_phase: int, scratch: in
 
 
 @compiled
-def _num_block_chunks(matrix: Any) -> int:
-    size = blocks_per_chunk(matrix)
-    return int(matrix.num_blocks + size - 1) // size
-
-
-@compiled
-def _multiply_chunk(matrix: Any, chunk: int, xs: int, rows: int, num_tokens: int) -> None:
-    size = blocks_per_chunk(matrix)
-    multiply_blocks(matrix, chunk * size, min(matrix.num_blocks, (chunk + 1) * size), xs, rows, num_tokens)
-
-
-@compiled
 def _project_phase(job: Any, control: int, tag: int, phase: int) -> bool:
-    k_chunks = _num_block_chunks(job.k_matrix) if job.num_tokens > 0 else 0
-    q_chunks = _num_block_chunks(job.q_matrix) if job.num_sparse > 0 else 0
-    num_chunks = k_chunks + q_chunks + (_num_block_chunks(job.g_matrix) if job.num_sparse > 0 else 0)
+    k_chunks = num_block_chunks(job.k_matrix) if job.num_tokens > 0 else 0
+    q_chunks = num_block_chunks(job.q_matrix) if job.num_sparse > 0 else 0
+    num_chunks = k_chunks + q_chunks + (num_block_chunks(job.g_matrix) if job.num_sparse > 0 else 0)
     chunk = take(control, tag, phase, num_chunks)
     while chunk >= 0:
         if chunk < q_chunks:
-            _multiply_chunk(job.q_matrix, chunk, job.q_xs, job.q_rows, job.num_tokens)
+            multiply_chunk(job.q_matrix, chunk, job.q_xs, job.q_rows, job.num_tokens)
         elif chunk < q_chunks + k_chunks:
-            _multiply_chunk(job.k_matrix, chunk - q_chunks, job.k_xs, job.k_rows, job.num_tokens)
+            multiply_chunk(job.k_matrix, chunk - q_chunks, job.k_xs, job.k_rows, job.num_tokens)
         else:
-            _multiply_chunk(job.g_matrix, chunk - q_chunks - k_chunks, job.g_xs, job.g_rows, job.num_tokens)
+            multiply_chunk(job.g_matrix, chunk - q_chunks - k_chunks, job.g_xs, job.g_rows, job.num_tokens)
         done(control, phase)
         chunk = take(control, tag, phase, num_chunks)
     return barrier(control, tag, phase, num_chunks)
@@ -119,10 +113,10 @@ def _project_phase(job: Any, control: int, tag: int, phase: int) -> bool:
 
 @compiled
 def _turn_phase(job: Any, control: int, tag: int, phase: int) -> bool:
-    num_chunks = (job.num_tokens + _TOKENS_A_CHUNK - 1) // _TOKENS_A_CHUNK
+    num_chunks = num_token_chunks(job)
     chunk = take(control, tag, phase, num_chunks)
     while chunk >= 0:
-        for t in range(chunk * _TOKENS_A_CHUNK, min(job.num_tokens, (chunk + 1) * _TOKENS_A_CHUNK)):
+        for t in range(chunk * TOKENS_A_CHUNK, min(job.num_tokens, (chunk + 1) * TOKENS_A_CHUNK)):
             position = get_i32(job.positions + 4 * t)
             finish_key(job, t, position)
             if position >= job.top_k:

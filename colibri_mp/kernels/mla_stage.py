@@ -13,14 +13,14 @@
     13 output      blocks of o rows; x += the product
 
 W_uk and W_uv are the halves of kv_b (arXiv 2405.04434, section 2.1.2: what is absorbed is equal in exact arithmetic), see
-`mla_weights`. Threads take scratch memory by a ticket (`attention_stage`).
+`mla_weights`. Threads take scratch memory by a ticket (`stage_parts`).
 """
 
 from typing import Any
 
 import numpy as np
 
-from colibri_mp.kernels import attention_core, attention_stage, index_stage
+from colibri_mp.kernels import attention_core, index_stage
 from colibri_mp.kernels import mla_core as core
 from colibri_mp.kernels.attention_plan import PLACE, PLACE_BYTES
 from colibri_mp.kernels.attention_rows import add_row
@@ -30,6 +30,14 @@ from colibri_mp.kernels.jit import Native, compiled, fixed
 from colibri_mp.kernels.linear import MATRIX, blocks_per_chunk, multiply_blocks, prepare_rows
 from colibri_mp.kernels.mla_rows import add_constant, dot_rows, multiply_rows, scale_row, store_latent, turn
 from colibri_mp.kernels.norm import rms_norm_row
+from colibri_mp.kernels.stage_parts import (
+    TOKENS_A_CHUNK,
+    multiply_chunk,
+    num_block_chunks,
+    num_token_chunks,
+    prepare_row,
+    take_scratch,
+)
 from colibri_mp.kernels.team import barrier, done, take
 from colibri_mp.kernels.vectors import call_native3, copy_bytes, get_i32, record_at, set_i64
 
@@ -74,30 +82,24 @@ FRAME = np.dtype(
 
 TOKENS_A_PASS = 64
 """Tokens that go through a head's matrix together."""
-_TOKENS_A_CHUNK = 4
 
 _NORM, _PROJECT, _LATENT, _QUERIES, _ABSORB, _INDEX = (fixed(phase) for phase in range(6))
 _ATTEND, _MERGE, _VALUES, _PREPARE, _OUTPUT, _FINISH = (fixed(5 + index_stage.NUM_PHASES + phase) for phase in range(6))
 
 
 @compiled
-def _num_token_chunks(job: Any) -> int:
-    return int(job.num_tokens + _TOKENS_A_CHUNK - 1) // _TOKENS_A_CHUNK
-
-
-@compiled
 def _norm_phase(job: Any, control: int, tag: int, scratch: int) -> bool:
-    num_chunks = _num_token_chunks(job)
+    num_chunks = num_token_chunks(job)
     chunk = take(control, tag, _NORM, num_chunks) if scratch != 0 else -1
     while chunk >= 0:
-        for t in range(chunk * _TOKENS_A_CHUNK, min(job.num_tokens, (chunk + 1) * _TOKENS_A_CHUNK)):
+        for t in range(chunk * TOKENS_A_CHUNK, min(job.num_tokens, (chunk + 1) * TOKENS_A_CHUNK)):
             rms_norm_row(job.x + t * job.hidden * 4, job.norm_weight, scratch, job.hidden, np.float32(job.eps))
             if job.q_lora > 0:
-                _prepare_row(job.q_a_matrix, scratch, job.q_a_prepared, t)
+                prepare_row(job.q_a_matrix, scratch, job.q_a_prepared, t)
             else:
-                _prepare_row(job.q_matrix, scratch, job.q_prepared, t)
+                prepare_row(job.q_matrix, scratch, job.q_prepared, t)
             if job.kv_a_prepared not in (job.q_a_prepared, job.q_prepared):
-                _prepare_row(job.kv_a_matrix, scratch, job.kv_a_prepared, t)
+                prepare_row(job.kv_a_matrix, scratch, job.kv_a_prepared, t)
             prepare_input_row(job.index, scratch, t)
         done(control, _NORM)
         chunk = take(control, tag, _NORM, num_chunks)
@@ -105,35 +107,17 @@ def _norm_phase(job: Any, control: int, tag: int, scratch: int) -> bool:
 
 
 @compiled
-def _prepare_row(matrix: Any, x: int, prepared: int, t: int) -> None:
-    """Prepare one row for a matrix as its token t."""
-    call_native3(matrix.prepare, x, prepared + t * matrix.prepared_bytes, matrix.cols)
-
-
-@compiled
-def _num_block_chunks(matrix: Any) -> int:
-    size = blocks_per_chunk(matrix)
-    return int(matrix.num_blocks + size - 1) // size
-
-
-@compiled
-def _multiply_chunk(matrix: Any, chunk: int, xs: int, rows: int, num_tokens: int) -> None:
-    size = blocks_per_chunk(matrix)
-    multiply_blocks(matrix, chunk * size, min(matrix.num_blocks, (chunk + 1) * size), xs, rows, num_tokens)
-
-
-@compiled
 def _project_phase(job: Any, control: int, tag: int) -> bool:
-    first_chunks = _num_block_chunks(job.q_a_matrix) if job.q_lora > 0 else _num_block_chunks(job.q_matrix)
-    num_chunks = first_chunks + _num_block_chunks(job.kv_a_matrix)
+    first_chunks = num_block_chunks(job.q_a_matrix) if job.q_lora > 0 else num_block_chunks(job.q_matrix)
+    num_chunks = first_chunks + num_block_chunks(job.kv_a_matrix)
     chunk = take(control, tag, _PROJECT, num_chunks)
     while chunk >= 0:
         if chunk >= first_chunks:
-            _multiply_chunk(job.kv_a_matrix, chunk - first_chunks, job.kv_a_xs, job.kv_a_rows, job.num_tokens)
+            multiply_chunk(job.kv_a_matrix, chunk - first_chunks, job.kv_a_xs, job.kv_a_rows, job.num_tokens)
         elif job.q_lora > 0:
-            _multiply_chunk(job.q_a_matrix, chunk, job.q_a_xs, job.q_a_rows, job.num_tokens)
+            multiply_chunk(job.q_a_matrix, chunk, job.q_a_xs, job.q_a_rows, job.num_tokens)
         else:
-            _multiply_chunk(job.q_matrix, chunk, job.q_xs, job.q_rows, job.num_tokens)
+            multiply_chunk(job.q_matrix, chunk, job.q_xs, job.q_rows, job.num_tokens)
         done(control, _PROJECT)
         chunk = take(control, tag, _PROJECT, num_chunks)
     return barrier(control, tag, _PROJECT, num_chunks)
@@ -141,10 +125,10 @@ def _project_phase(job: Any, control: int, tag: int) -> bool:
 
 @compiled
 def _latent_phase(job: Any, control: int, tag: int, scratch: int) -> bool:
-    num_chunks = _num_token_chunks(job)
+    num_chunks = num_token_chunks(job)
     chunk = take(control, tag, _LATENT, num_chunks) if scratch != 0 else -1
     while chunk >= 0:
-        for t in range(chunk * _TOKENS_A_CHUNK, min(job.num_tokens, (chunk + 1) * _TOKENS_A_CHUNK)):
+        for t in range(chunk * TOKENS_A_CHUNK, min(job.num_tokens, (chunk + 1) * TOKENS_A_CHUNK)):
             position, latent = get_i32(job.positions + 4 * t), job.kv_a + t * job.kv_a_stride
             rms_norm_row(latent, job.kv_a_norm, latent, job.latent_dim, np.float32(job.lora_eps))
             turn(job, latent + job.latent_dim * 4, position, scratch)
@@ -152,7 +136,7 @@ def _latent_phase(job: Any, control: int, tag: int, scratch: int) -> bool:
             if job.q_lora > 0:
                 row = job.q_a + t * job.q_a_stride
                 rms_norm_row(row, job.q_a_norm, row, job.q_lora, np.float32(job.lora_eps))
-                _prepare_row(job.q_matrix, row, job.q_prepared, t)
+                prepare_row(job.q_matrix, row, job.q_prepared, t)
                 prepare_query_row(job.index, row, t)
         done(control, _LATENT)
         chunk = take(control, tag, _LATENT, num_chunks)
@@ -161,10 +145,10 @@ def _latent_phase(job: Any, control: int, tag: int, scratch: int) -> bool:
 
 @compiled
 def _queries_phase(job: Any, control: int, tag: int) -> bool:
-    num_chunks = _num_block_chunks(job.q_matrix) if job.q_lora > 0 else 0
+    num_chunks = num_block_chunks(job.q_matrix) if job.q_lora > 0 else 0
     chunk = take(control, tag, _QUERIES, num_chunks)
     while chunk >= 0:
-        _multiply_chunk(job.q_matrix, chunk, job.q_xs, job.q_rows, job.num_tokens)
+        multiply_chunk(job.q_matrix, chunk, job.q_xs, job.q_rows, job.num_tokens)
         done(control, _QUERIES)
         chunk = take(control, tag, _QUERIES, num_chunks)
     return barrier(control, tag, _QUERIES, num_chunks)
@@ -301,10 +285,10 @@ def _unfold(job: Any, head: int, first: int, last: int, scratch: int) -> None:
 
 @compiled
 def _prepare_phase(job: Any, control: int, tag: int) -> bool:
-    num_chunks = _num_token_chunks(job)
+    num_chunks = num_token_chunks(job)
     chunk = take(control, tag, _PREPARE, num_chunks)
     while chunk >= 0:
-        first, last = chunk * _TOKENS_A_CHUNK, min(job.num_tokens, (chunk + 1) * _TOKENS_A_CHUNK)
+        first, last = chunk * TOKENS_A_CHUNK, min(job.num_tokens, (chunk + 1) * TOKENS_A_CHUNK)
         if job.v_padded != job.v_dim:
             for t in range(first, last):
                 _close_gaps(job, job.q + t * job.q_stride)
@@ -324,10 +308,10 @@ def _close_gaps(job: Any, context: int) -> None:
 
 @compiled
 def _output_phase(job: Any, control: int, tag: int) -> bool:
-    num_chunks, rows = _num_block_chunks(job.o_matrix), blocks_per_chunk(job.o_matrix) * 16
+    num_chunks, rows = num_block_chunks(job.o_matrix), blocks_per_chunk(job.o_matrix) * 16
     chunk = take(control, tag, _OUTPUT, num_chunks)
     while chunk >= 0:
-        _multiply_chunk(job.o_matrix, chunk, job.o_xs, job.out_rows, job.num_tokens)
+        multiply_chunk(job.o_matrix, chunk, job.o_xs, job.out_rows, job.num_tokens)
         first, last = chunk * rows, min(job.hidden, (chunk + 1) * rows)
         for t in range(job.num_tokens):
             add_row(job.x + (t * job.hidden + first) * 4, job.out + t * job.out_stride + first * 4, last - first)
@@ -339,7 +323,7 @@ def _output_phase(job: Any, control: int, tag: int) -> bool:
 @compiled
 def mla_phases(job: Any, control: int, tag: int) -> bool:
     """All of it. False: the job is over, leave."""
-    scratch = attention_stage.take_scratch(job, control, tag)
+    scratch = take_scratch(job, control, tag)
     if not (_norm_phase(job, control, tag, scratch) and _project_phase(job, control, tag)):
         return False
     if not (_latent_phase(job, control, tag, scratch) and _queries_phase(job, control, tag)):

@@ -70,8 +70,7 @@ class Mla(MixerKind):
         plain = [matrix for matrix in tensors.matrices if matrix not in (tensors.kv_b, tensors.unembed)]
         others = sum(packed_bytes(matrix.encoding.format, matrix.rows, matrix.cols) for matrix in plain)
         if tensors.kv_b is not None:
-            kv_b = tensors.kv_b.encoding.format
-            return others + Absorbed.of(kv_b, spec).nbytes(spec, kv_b)
+            return others + Absorbed.of(tensors.kv_b.encoding, spec).nbytes(spec)
         assert tensors.unembed is not None
         return others + padded_bytes(tensors.unembed.encoding.format, spec)
 
@@ -79,7 +78,7 @@ class Mla(MixerKind):
         """Those of the checkpoint, and what kv_b becomes."""
         yield from super().encodings(spec, tensors)
         if tensors.kv_b is not None:
-            yield Absorbed.of(tensors.kv_b.encoding.format, spec).uk
+            yield Absorbed.of(tensors.kv_b.encoding, spec).uk
         if spec.nope_dim % BLOCK_ROWS or spec.v_dim % BLOCK_ROWS:
             yield Encoding("f32")
 
@@ -89,7 +88,7 @@ class Mla(MixerKind):
         assert norm is not None
         assert kv_a_norm is not None
         if tensors.kv_b is not None:
-            parts = absorb(reader.matrix(tensors.kv_b), spec)
+            parts = absorb(tensors.kv_b.encoding, reader.parts(tensors.kv_b), spec)
         else:
             assert tensors.embed_q is not None
             assert tensors.unembed is not None

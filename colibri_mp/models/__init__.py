@@ -33,17 +33,10 @@ __all__ = [
 ]
 
 _FAMILIES = (
-    "deepseek_v2",
-    "deepseek_v3",
-    "glm4_moe",
-    "glm_moe_dsa",
-    "gpt_oss",
-    "mixtral",
-    "olmoe",
-    "qwen2_moe",
-    "qwen3_moe",
+    *("deepseek_v2", "deepseek_v3", "glm4_moe", "glm_moe_dsa", "gpt_oss", "mixtral", "olmoe"),
+    *("qwen2_moe", "qwen3_5_moe", "qwen3_moe", "qwen3_next"),
 )
-_SAME_AS = {"kimi_k2": "deepseek_v3"}
+_SAME_AS = {"kimi_k2": "deepseek_v3", "qwen3_5_moe_text": "qwen3_5_moe"}
 """Other names of a family."""
 # Tables that old checkpoints store although they follow from the config.
 _DERIVED = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")

@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from attention_cases import BF16, F32, MAX_CONTEXT, MAX_TOKENS, Q4, Q8, batch_of, random_matrix
+from attention_cases import BF16, F32, MAX_CONTEXT, MAX_TOKENS, Q4, Q8, batch_of, random_matrix, random_parts
 
 from colibri_mp.formats import Encoding
+from colibri_mp.kernels import reference
 from colibri_mp.kernels.latent_cache import LATENT_CACHES, LatentCache
-from colibri_mp.kernels.layout import gather_rows
 from colibri_mp.kernels.mla import MlaStage
 from colibri_mp.kernels.mla_weights import MlaWeights, absorb
 from colibri_mp.kernels.paged_cache import num_blocks_for
@@ -44,6 +44,19 @@ class LatentBlock:
         return self.rng.standard_normal((num_tokens, self.spec.hidden)).astype(np.float32)
 
 
+def kv_b_parts(rng: np.random.Generator, encoding: Encoding, rows: int, cols: int) -> list[np.ndarray]:
+    """Stored parts; floating-point codes without the two that are no numbers, scales of about 1 / 8."""
+    if encoding.kind == "affine" or not encoding.group_size:
+        return random_parts(rng, encoding, rows, cols)
+    codes, *scales = (rng.integers(0, 256, size, np.uint8) for size in encoding.part_bytes(rows, cols))
+    if encoding.bits == 8:
+        codes[codes & 127 == 127] = 1
+    if encoding.scale == "f32":
+        return [codes, rng.uniform(0.001, 0.002, scales[0].size // 4).astype(np.float32).view(np.uint8)]
+    ones = {"nvfp4": 0x20, "mxfp4": 124, "mxfp8": 117}[encoding.kind]
+    return [codes, (ones + scales[0] % 3).astype(np.uint8)]
+
+
 def make_latent_block(
     seed: int = 0, encoding: Encoding = BF16, kv_b: Encoding | None = None, **changes: Any
 ) -> LatentBlock:
@@ -56,7 +69,8 @@ def make_latent_block(
         return (1 + 0.1 * rng.standard_normal(size)).astype(np.float32)
 
     rank, latent = spec.q_lora_rank, spec.kv_lora_rank
-    stored = random_matrix(rng, kv_b or encoding, spec.num_heads * (spec.nope_dim + spec.v_dim), latent)
+    kv_b, rows = kv_b or encoding, spec.num_heads * (spec.nope_dim + spec.v_dim)
+    parts = kv_b_parts(rng, kv_b, rows, latent)
     weights = MlaWeights(
         norm=vector(spec.hidden),
         q_a=None if rank is None else random_matrix(rng, encoding, rank, spec.hidden),
@@ -67,9 +81,9 @@ def make_latent_block(
         o=random_matrix(
             rng, BF16 if spec.num_heads * spec.v_dim % 32 else encoding, spec.hidden, spec.num_heads * spec.v_dim
         ),
-        **absorb(stored, spec),
+        **absorb(kv_b, parts, spec),
     )
-    values = gather_rows(stored, np.arange(stored.rows, dtype=np.int32))
+    values = reference.dequantise(kv_b, rows, latent, parts)
     return LatentBlock(spec, weights, values, rope_tables(RopeSpec(1e4, spec.rope_dim), MAX_CONTEXT), rng)
 
 

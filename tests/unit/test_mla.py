@@ -17,7 +17,18 @@ from colibri_mp.kernels.mla_weights import Absorbed
 from colibri_mp.kernels.team import ThreadTeam
 from colibri_mp.specs import MlaSpec
 
-Q3 = Encoding("affine", 3, 32, "bf16")
+KV_B = [
+    *(
+        BF16,
+        F32,
+        Q4,
+        Q8,
+        Encoding("affine", 3, 32, "bf16"),
+        Encoding("mxfp4", 4, 32, "u8"),
+        Encoding("mxfp8", 8, 32, "u8"),
+    ),
+    *(Encoding("nvfp4", 4, 16, "u8"), Encoding("fp8", 8, 128, "f32")),
+]
 KINDS: list[dict[str, Any]] = [
     {},
     {"encoding": Q4},
@@ -144,24 +155,26 @@ def test_rows_read_the_positions_that_were_chosen_for_them() -> None:
     assert np.abs(want - reference_of(block, x)).max() > 0.01
 
 
-@pytest.mark.parametrize("kv_b", [BF16, F32, Q4, Q8, Q3], ids=lambda encoding: encoding.describe())
+@pytest.mark.parametrize("kv_b", KV_B, ids=lambda encoding: encoding.describe())
 @pytest.mark.parametrize("sizes", [{}, {"v_dim": 24}, {"nope_dim": 48}, {"nope_dim": 20}], ids=str)
 def test_absorbed_matrices_hold_the_values_of_kv_b(kv_b: Encoding, sizes: dict[str, int]) -> None:
     """uk with its scales, and uv, are kv_b's halves of each head exactly, and take the bytes that the plan says."""
     block = make_latent_block(kv_b=kv_b, **sizes)
-    spec, weights, matrix_format = block.spec, block.weights, kv_b.format
+    spec, weights = block.spec, block.weights
     heads = block.kv_b.reshape(spec.num_heads, spec.nope_dim + spec.v_dim, spec.kv_lora_rank)
     uk, uv = (gather_rows(m, np.arange(m.rows, dtype=np.int32)) for m in (weights.uk, weights.uv))
     uk = uk.reshape(spec.num_heads, weights.num_scales, -1, spec.nope_dim)
-    if weights.uk_scales is not None and weights.uk_biases is not None:
-        uk = uk * weights.uk_scales[:, :, None] + weights.uk_biases[:, :, None]
+    if weights.uk_scales is not None:
+        uk = uk * weights.uk_scales[:, :, None]
+    if weights.uk_biases is not None:
+        uk = uk + weights.uk_biases[:, :, None]
     turned = uk.reshape(spec.num_heads, spec.kv_lora_rank, spec.nope_dim).transpose(0, 2, 1)
     np.testing.assert_array_equal(turned, heads[:, : spec.nope_dim])
     uv = uv.reshape(spec.num_heads, -1, spec.kv_lora_rank)
     np.testing.assert_array_equal(uv[:, : spec.v_dim], heads[:, spec.nope_dim :])
     assert not uv[:, spec.v_dim :].any()
     kept = (weights.uk.data, weights.uv.data, weights.uk_scales, weights.uk_biases)
-    assert Absorbed.of(matrix_format, spec).nbytes(spec, matrix_format) == sum(a.nbytes for a in kept if a is not None)
+    assert Absorbed.of(kv_b, spec).nbytes(spec) == sum(a.nbytes for a in kept if a is not None)
 
 
 @pytest.mark.parametrize("kind", [LatentCache, LatentCache8])
