@@ -110,5 +110,5 @@ def _load_indexer(reader: WeightReader, tensors: IndexerTensors) -> IndexerWeigh
     k_norm, k_bias = reader.vector(tensors.k_norm), reader.vector(tensors.k_bias)
     assert k_norm is not None
     assert k_bias is not None
-    matrices = (reader.matrix(matrix) for matrix in (tensors.q, tensors.k, tensors.gates))
-    return IndexerWeights(*matrices, k_norm, k_bias)
+    q, k, gates = (reader.matrix(matrix) for matrix in (tensors.q, tensors.k, tensors.gates))
+    return IndexerWeights(q, k, gates, k_norm, k_bias)
