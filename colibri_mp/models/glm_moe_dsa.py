@@ -22,25 +22,27 @@ def build(config: ConfigReader, table: TensorTable) -> ModelSpec:
     """The model in `table`. Raises `CheckpointError` where config and tensors disagree."""
     for kind in config.text_list("layer_types"):
         config.require("layer_types", kind, "indexed_attention")
-    decoder, router = _read_decoder(config), read_grouped_router(config)
+    decoder, router = _read_decoder(config, table), read_grouped_router(config)
     build_mlp = dense_then_shared(config, decoder.hidden, router, default_dense=3, default_shared=1, corrected=True)
     return build_model("glm_moe_dsa", table, decoder, build_mlp, read_num_predictors(config), _find_attention)
 
 
-def _read_decoder(config: ConfigReader) -> DecoderConfig:
+def _read_decoder(config: ConfigReader, table: TensorTable) -> DecoderConfig:
+    """All layers; a predictor without an indexer has no layer before it to share a choice with: it reads everything."""
     decoder = read_latent_decoder(config, default_eps=1e-5)
     spec = decoder.attention
     assert isinstance(spec, MlaSpec)
     rank = config.whole("q_lora_rank", default=2048)
     indexer = read_indexer(config, spec.hidden, rank, spec.rope_dim)
     layers = read_indexer_layers(config, decoder.num_layers)
-    mixers = tuple(replace(spec, q_lora_rank=rank, indexer=indexer, shares_choice=not has_one) for has_one in layers)
-    return replace(decoder, layer_mixers=mixers)
+    full = replace(spec, q_lora_rank=rank, indexer=indexer)
+    mixers = tuple(full if has_one else replace(full, shares_choice=True) for has_one in layers)
+    predictor_chooses = f"model.layers.{decoder.num_layers}.self_attn.indexer.wq_b.weight" in table
+    return replace(decoder, attention=full if predictor_chooses else spec, layer_mixers=mixers)
 
 
 def _find_attention(table: TensorTable, layer_path: str, spec: MlaSpec) -> MlaTensors:
     tensors = find_latent_attention(table, layer_path, spec)
-    if spec.shares_choice:
+    if spec.indexer is None or spec.shares_choice:
         return tensors
-    assert spec.indexer is not None
     return replace(tensors, indexer=find_indexer(table, f"{layer_path}.self_attn.indexer", spec.indexer))
