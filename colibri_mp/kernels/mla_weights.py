@@ -34,6 +34,8 @@ from colibri_mp.specs import MlaSpec
 
 F32Array = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
+_SYMMETRIC = ("grouped", "row")
+"""Kinds whose biases are not stored."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +110,7 @@ class Absorbed:
         uv = kv_b.format if whole else Format("f32")
         if not kv_b.group_size:
             return Absorbed(kv_b, uv, 0, has_bias=False)
-        uk, is_affine = Encoding("bf16"), kv_b.kind == "affine"
+        uk, is_affine = Encoding("bf16"), kv_b.kind in ("affine", *_SYMMETRIC)
         sizes = [size for size in AFFINE_GROUP_SIZES if spec.nope_dim % size == 0]
         if is_affine and sizes:
             uk = Encoding("affine", 4 if kv_b.bits <= 4 else 8, max(sizes), kv_b.scale)
@@ -126,6 +128,8 @@ def absorb(encoding: Encoding, parts: Sequence[Bytes], spec: MlaSpec) -> dict[st
     """uk, uv, uk_scales and uk_biases of `MlaWeights` from the stored parts of kv_b."""
     kept, rows = Absorbed.of(encoding, spec), spec.num_heads * (spec.nope_dim + spec.v_dim)
     found = {"uv": _values(_pack_parts(encoding, rows, spec.kv_lora_rank, parts), kept, spec)}
+    if encoding.kind in _SYMMETRIC:
+        encoding, parts = _as_affine(encoding, rows, spec.kv_lora_rank, parts)
     codes = _codes(encoding, rows, spec.kv_lora_rank, parts[0])
     turned = _keys(codes, spec).transpose(0, 2, 1).reshape(-1, spec.nope_dim)
     if not kept.group_size:
@@ -174,6 +178,16 @@ def _pad(values: F32Array) -> PackedMatrix:
 
 def _rows(matrix: PackedMatrix) -> F32Array:
     return gather_rows(matrix, np.arange(matrix.rows, dtype=np.int32))
+
+
+def _as_affine(encoding: Encoding, rows: int, cols: int, parts: Sequence[Bytes]) -> tuple[Encoding, Sequence[Bytes]]:
+    """Codes around zero with biases that say so; scales of rows as those of groups."""
+    middle, group_size = 2 ** (encoding.bits - 1), encoding.group_size
+    codes = parts[0] if encoding.bits == 4 else parts[0] ^ np.uint8(0x80)
+    scales = elements(parts[1], "f32").reshape(encoding.groups(rows, cols))
+    scales = np.ascontiguousarray(np.broadcast_to(scales, (rows, cols // group_size)))
+    factors = [part.reshape(-1).view(np.uint8) for part in (scales, np.float32(-middle) * scales)]
+    return Encoding("affine", encoding.bits, group_size, "f32"), [codes, *factors]
 
 
 def _codes(encoding: Encoding, rows: int, cols: int, weight: Bytes) -> NDArray[Any]:
