@@ -10,11 +10,13 @@ have computed of their tokens they take (`prefix`). One that does not fit yet le
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+from colibri_mp.errors import ColibriError
 from colibri_mp.kvcache import BlockAllocator
+from colibri_mp.messages import Floats
 from colibri_mp.prefix import PrefixSharing
 
 MOST_OVERTAKEN = 8
@@ -82,6 +84,12 @@ class Rows:
 
 Look: TypeAlias = Callable[[], list[Rows] | None]
 """Called between two layers of a step: the parts that are still wanted, None if it is all of them."""
+
+GroupLook: TypeAlias = Callable[[int], list[Rows] | None]
+"""The same for steps of several groups at once, with the index of the group."""
+
+GroupEnded: TypeAlias = Callable[[int, Floats | ColibriError], Iterable[list[Rows]]]
+"""Called when a step of a group has ended, with its logits or its error: the rows of that group's next step, if there is to be one."""
 
 
 class Scheduler:
