@@ -224,6 +224,11 @@ class Coordinator:
             else:
                 ready.extend((idx, self._begin(rows)) for rows in ended(idx, outcome))
 
+    @property
+    def fetch_wait_s(self) -> float:
+        """Seconds that steps have waited for experts to be read, since the start."""
+        return self.clock.fetch_wait_s
+
     def _go_on(self, step: Step, answer: Routed | Failed | None, look: Look) -> Floats | ColibriError | None:
         """Take an answer in, if there is one, and send for the next; what has come of the step, or None if it is under way."""
         try:

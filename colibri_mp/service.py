@@ -52,6 +52,7 @@ from colibri_mp.messages import (
     Status,
 )
 from colibri_mp.monitor import Monitor
+from colibri_mp.overlap import Overlap
 from colibri_mp.pressure import Decision, Governor, Reading
 from colibri_mp.scheduler import Scheduler
 from colibri_mp.session_store import SessionStore
@@ -151,6 +152,7 @@ class Service:
             eos_token_ids(checkpoint, tokenizer),
             self.control.emit,
             self._config.queue,
+            Overlap(self._config.overlap),
         )
         self.coordinator.on_wait = self.control.flush
         scheduler = self.engine.scheduler
@@ -223,6 +225,7 @@ class Service:
                 "tokens": self.engine.num_tokens,
                 "joined_requests": self.engine.num_joined,
                 "dropped_rows": self.engine.num_dropped_rows,
+                "two_groups": self.engine.overlap.describe(),
             },
             "cache": {**cache, "hit_rate": cache["hits"] / asked if asked else 0.0},
             "phases": coordinator.clock.describe(),
