@@ -83,6 +83,12 @@ class LaunchConfig:
         choices=("on", "off"),
     )
     prefill_chunk: int = _setting(0, "most rows of a step (0: chosen, and said)", least=0, metavar="TOKENS")
+    draft: int = _setting(
+        0,
+        "guess up to so many next tokens, from the text itself, and compute them in the same step, where that is found to pay "
+        "(0: off); the answer is the same, bit for bit",
+        least=0, most=16, metavar="N",
+    )  # fmt: skip
     queue: int = _setting(
         128, "requests that may wait until there is KV memory for them; one more is refused", least=1, metavar="N"
     )

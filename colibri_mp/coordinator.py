@@ -339,6 +339,13 @@ class Coordinator:
         """Memory that the slabs of all pools take now."""
         return sum(pool.reserved_bytes() - pool.layout.slabs_offset for pool in self.pools)
 
+    def rows_held_together(self) -> int:
+        """Rows whose experts fit the pool of every layer together, whichever they choose; at least 1."""
+        num_experts = {experts.layer: experts.num_experts for experts in self.model.expert_layers}
+        slots = (pair for share in self.plan.workers for pair in zip(share.layers, share.num_slots, strict=True))
+        short = [num_slots for layer, num_slots in slots if num_slots < num_experts[layer]]
+        return max(1, min(short) // self.model.router.top_k) if short else self.plan.prefill_chunk
+
     def limit_slabs(self, slab_bytes: int) -> None:
         """Keep the slabs of all pools within so many bytes, soon. Callable from any thread."""
         self.supervisor.request_sizes(split_slabs(self.plan.workers, slab_bytes))
@@ -473,8 +480,7 @@ def rows_in(left: list[Rows], rows: list[Rows]) -> NDArray[np.bool_]:
 
 def count_rows(rows: list[Rows]) -> tuple[int, int]:
     """Rows of a step, and how many of them are prefill: several of one sequence at once."""
-    counts = [part.count for part in rows]
-    return sum(counts), sum(count for count in counts if count > 1)
+    return sum(part.count for part in rows), sum(part.count for part in rows if part.is_prefill)
 
 
 def logit_rows(rows: list[Rows]) -> list[int]:

@@ -12,6 +12,7 @@ from itertools import compress
 from typing import Any, Protocol
 
 from colibri_mp.constraints import TokenMask
+from colibri_mp.drafting import Drafting
 from colibri_mp.errors import ColibriError, Overloaded, RequestError
 from colibri_mp.logprobs import check_num_top, prompt_logprobs, token_logprob
 from colibri_mp.messages import (
@@ -81,6 +82,8 @@ class Generation:
     started: float = field(default_factory=time.perf_counter)
     queue_s: float | None = None  # until it was admitted
     first_token_s: float | None = None
+    num_drafted: int = 0  # tokens that were guessed and computed,
+    num_accepted: int = 0  # and those of them that were right
 
     @property
     def num_generated(self) -> int:
@@ -103,15 +106,18 @@ class Engine:
 
     def __init__(
         self, model: Model, scheduler: Scheduler, tokenizer: Tokenizer | None, defaults: dict[str, Any],
-        eos_ids: frozenset[int], emit: Emit, max_waiting: int | None = None, overlap: Overlap | None = None,
+        eos_ids: frozenset[int], emit: Emit, max_waiting: int | None = None, drafting: Drafting | None = None,
+        overlap: Overlap | None = None,
     ) -> None:  # fmt: skip
-        """`max_waiting`: requests that may wait to be admitted; one more is refused. None: no limit. `overlap`: see there; None: off."""
+        """`max_waiting`: requests that may wait to be admitted; one more is refused. None: no limit. `drafting`: None is plain decoding.
+        `overlap`: None is one group."""
         self.model = model
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.defaults = defaults
         self.eos_ids = eos_ids
         self.max_waiting = max_waiting
+        self.drafting = drafting
         self.num_refused = 0
         self.overlap = overlap or Overlap()
         self._emit = emit
@@ -148,6 +154,8 @@ class Engine:
         self._waiting.add(job)
         for sequence in _sequences(job):
             self._owners[id(sequence)] = job
+            if self.drafting is not None and isinstance(request, Generate):
+                self.drafting.begin(sequence, self.drafting.most if request.draft is None else request.draft)
             self.scheduler.add(sequence)
             if self._rows:
                 self._newcomers.append(sequence)
@@ -218,6 +226,8 @@ class Engine:
         """
         self._newcomers.clear()
         self._has_been_joined = False
+        if self.drafting is not None:
+            self.drafting.propose(self.scheduler.running)
         rows = self.scheduler.schedule()
         if self._waiting:
             self._note_starts()
@@ -235,18 +245,22 @@ class Engine:
     def _compute(self, rows: list[Rows], listen: Callable[[], None]) -> None:
         """One step for all."""
         self._rows = rows
+        started_s = time.perf_counter()
         try:
             logits = self.model.forward(rows, lambda: self._still_wanted(listen))
         except ColibriError as error:
             self._step_failed(self._rows, error)
             return
+        step_s = time.perf_counter() - started_s
         rows, self._rows = self._rows, []
-        self._computed(rows, logits)
+        num_accepted = self._computed(rows, logits)
+        if self.drafting is not None and not self._has_been_joined:
+            self.drafting.step_ended(rows, step_s, num_accepted)
 
     def _may_split(self, rows: list[Rows]) -> bool:
-        """Whether these are the next tokens of several sequences, and nothing else is to be computed."""
-        has_all = len(rows) == len(self.scheduler.running)
-        return has_all and len(rows) >= NUM_GROUPS and self.model.can_be_joined and all(part.count == 1 for part in rows)
+        """Whether these are the next tokens of several sequences, nothing guessed, and nothing else is to be computed."""
+        has_all = len(rows) == len(self.scheduler.running) >= NUM_GROUPS
+        return has_all and self.drafting is None and self.model.can_be_joined and all(part.count == 1 for part in rows)
 
     def _compute_groups(self, rows: list[Rows], listen: Callable[[], None]) -> None:
         """Some steps of each group, until there is something else to do: a request has come, a sequence has ended."""
@@ -284,17 +298,19 @@ class Engine:
             seconds, wait_s = time.perf_counter() - started_s, self.model.fetch_wait_s - waited_s
             self.overlap.note(seconds, wait_s, len(rows), num_steps)
 
-    def _computed(self, rows: list[Rows], logits: Floats) -> None:
-        """Take in what a forward pass has given: the next tokens, logits that were asked for."""
+    def _computed(self, rows: list[Rows], logits: Floats) -> int:
+        """Take in what a forward pass has given: the next tokens, logits that were asked for. Returns how many guesses were right."""
         self.scheduler.advance(rows)
         self.num_steps += 1
         self.num_tokens += sum(part.count for part in rows)
+        num_accepted = 0
         for part, part_logits in list(_split(rows, logits)):  # before tokens are appended: that changes `num_logits`
             job = self._owners.get(id(part.sequence))
             if isinstance(job, Generation):
-                self._continue(job, part, part_logits)
+                num_accepted += self._continue(job, part, part_logits)
             elif isinstance(job, Scoring):
                 self._collect(job, part, part_logits)
+        return num_accepted
 
     def _compute_newcomers(self) -> None:
         """A pass of its own for short prompts, so that their first tokens do not wait for the rest of a long step."""
@@ -361,8 +377,11 @@ class Engine:
         self._rows = left
         return left if num_dropped else None
 
-    def _continue(self, job: Generation, part: Rows, logits: Floats) -> None:
-        """Rows of a request have been computed; logits of all of them, of the last, or of none, as it asked for."""
+    def _continue(self, job: Generation, part: Rows, logits: Floats) -> int:
+        """Rows of a request have been computed; logits of all of them, of the last, or of none, as it asked for.
+
+        Returns how many guesses among them were right.
+        """
         request = job.request
         if request.prompt_logprobs is not None and part.start < job.num_prompt:
             entries = prompt_logprobs(logits, job.sequence.token_ids, part.start, request.prompt_logprobs)
@@ -370,23 +389,43 @@ class Engine:
                 first = part.start + 1 if part.start else 0
                 self._emit(job.client, PromptLogprobs(request.request_id, first, entries))
         if part.reaches_end:
+            return self._next_tokens(job, part, logits[len(logits) - 1 - len(part.draft) :])
+        if request.progress:
+            self._emit(job.client, Progress(request.request_id, part.start + part.count, job.num_prompt))
+        return 0
+
+    def _next_tokens(self, job: Generation, part: Rows, logits: Floats) -> int:
+        """Draw from the last known row, and on from each guess that was drawn, logits [1 + guesses, V]; how many these were."""
+        job.num_drafted += len(part.draft)
+        before = job.num_accepted
+        for row, guess in zip(logits, (*part.draft, None), strict=True):
             try:
-                self._next_token(job, logits[-1])
+                token = self._next_token(job, row)
             except RequestError as error:
                 self._fail(job, error)
-        elif request.progress:
-            self._emit(job.client, Progress(request.request_id, part.start + part.count, job.num_prompt))
+                break
+            if guess is None or token != guess:
+                break
+            job.num_accepted += 1
+            if id(job.sequence) not in self._owners:
+                break
+            self.scheduler.accept(job.sequence)
+        num_accepted = job.num_accepted - before
+        if part.draft and self.drafting is not None:
+            self.drafting.verified(job.sequence, len(part.draft), num_accepted)
+        return num_accepted
 
-    def _next_token(self, job: Generation, logits: Floats) -> None:
+    def _next_token(self, job: Generation, logits: Floats) -> int | None:
+        """Draw a token and send it; None if the answer has ended before one that is part of it."""
         if job.max_tokens == 0:
             self._finish(job, "length")
-            return
+            return None
         token = job.sampler.next_token(logits)
         if job.first_token_s is None:
             job.first_token_s = time.perf_counter() - job.started
         if token in job.stop_ids:
             self._finish(job, "stop", token if token in job.request.stop_ids else None)
-            return
+            return None
         job.sequence.token_ids.append(token)
         text = job.stops.push(job.decoder.push(token)) if job.decoder else ""
         num_top = job.request.logprobs
@@ -398,6 +437,7 @@ class Engine:
             self._finish(job, "stop")
         elif job.num_generated >= job.max_tokens:
             self._finish(job, "length")
+        return token
 
     def _collect(self, job: Scoring, part: Rows, logits: Floats) -> None:
         idx = job.sequences.index(part.sequence)
@@ -433,6 +473,8 @@ class Engine:
     def _release(self, sequence: Sequence) -> None:
         self.scheduler.remove(sequence)
         self._owners.pop(id(sequence), None)
+        if self.drafting is not None:
+            self.drafting.forget(sequence)
         self._has_dropped = True
 
     def _stats(self, job: Generation) -> dict[str, Any]:
@@ -446,6 +488,8 @@ class Engine:
             "prompt_tokens": job.num_prompt,
             "cached_tokens": job.sequence.num_taken,
             "completion_tokens": job.num_generated,
+            "drafted_tokens": job.num_drafted,
+            "accepted_tokens": job.num_accepted,
             "queue_s": job.queue_s if job.queue_s is not None else total_s,
             "ttft_s": first_s,
             "prefill_tok_s": (job.num_prompt - job.sequence.num_taken) / first_s if first_s > 0 else 0.0,
@@ -470,6 +514,7 @@ class Engine:
         self._check_vocabulary(params.logit_bias, "logit_bias: ")
         check_num_top("logprobs", request.logprobs)
         check_num_top("prompt_logprobs", request.prompt_logprobs)
+        self._check_draft(request.draft)
         chunk = min(self.scheduler.max_rows, self.model.max_logit_rows) if wants_prompt else self.scheduler.max_rows
         sequence = Sequence(prompt_ids, len(prompt_ids) + max_tokens, chunk, all_logits=wants_prompt)
         return Generation(
@@ -477,6 +522,11 @@ class Engine:
             self.tokenizer.stream(after=prompt_ids) if self.tokenizer else None, StopStrings(request.stop),
             self._stop_ids(request, mask), len(prompt_ids), max_tokens, self.model.cache_counters(), mask,
         )  # fmt: skip
+
+    def _check_draft(self, asked: int | None) -> None:
+        most = self.drafting.most if self.drafting is not None else 0
+        if asked is not None and not 0 <= asked <= most:
+            raise RequestError(f"draft must be from 0 to {most}, not {asked}: launch with a larger --draft")
 
     def _stop_ids(self, request: Generate, mask: TokenMask | None) -> frozenset[int]:
         """The tokens that end an answer; a constraint has its own and lets them come only where it is satisfied."""

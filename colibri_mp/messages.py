@@ -99,6 +99,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     The answer ends before a string of `stop`, a token of `stop_ids`, or (but for `ignore_eos`) a token that ends a text.
     `progress`: send `Progress` between the steps that compute the prompt. `logprobs`: say of each token how likely the model found
     it, and so many likeliest ones; `prompt_logprobs`: the same of the prompt's tokens (see `logprobs`; `max_tokens` may then be 0).
+    `draft`: most tokens guessed in a step, up to what the cluster was launched with, which is also the default.
     """
 
     request_id: int
@@ -112,6 +113,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     constraint: Constraint | None = None
+    draft: int | None = None
 
 
 class Score(msgspec.Struct, frozen=True, tag=True):

@@ -70,6 +70,18 @@ def _reads_ahead(tiers: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _drafting(drafting: dict[str, Any] | None) -> str:
+    """What guessing tokens has brought; "" if none were guessed."""
+    if not drafting or not drafting["steps"]:
+        return ""
+    paid = "saved" if drafting["saved_s"] >= 0 else "lost"
+    return (
+        f"guesses  {drafting['accepted_tokens']} of {drafting['proposed_tokens']} tokens guessed by {drafting['source']} were right, "
+        f"{drafting['accepted_per_step']:.2f} a step; a row costs {drafting['row_cost']:.2f} of a token, "
+        f"{paid} {abs(drafting['saved_s']):.1f} s"
+    )
+
+
 def print_status(stats: dict[str, Any]) -> None:
     """What `status` shows without `--json`."""
     model, cache, memory, requests = stats["model"], stats["cache"], stats["memory"], stats["requests"]
@@ -88,6 +100,8 @@ def print_status(stats: dict[str, Any]) -> None:
     )
     if ahead := _reads_ahead(stats["tiers"]):
         console.print(ahead)
+    if guesses := _drafting(stats["drafting"]):
+        console.print(guesses)
     if stats["lossy"]:
         console.print(f"lossy    {', '.join(stats['lossy'])}")
     pressure = memory["pressure"]

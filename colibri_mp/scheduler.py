@@ -34,6 +34,7 @@ class Sequence:
     `max_chunk` limits prompt rows a step; `projected_tokens` is the most it can grow to. `all_logits`: logits of every
     row are wanted, not only of the last. `num_overtaken`: later ones that were admitted while it waited. `num_taken`:
     computed by others; `keys`: of its blocks, as far as needed, of which the first `num_published` may be found by others.
+    `draft`: what may come next, guessed (see `drafting`).
     """
 
     token_ids: list[int]
@@ -46,6 +47,7 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list)
     num_published: int = 0
     num_taken: int = 0
+    draft: list[int] = field(default_factory=list)
 
     @property
     def is_waiting(self) -> bool:
@@ -60,26 +62,39 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Rows:
-    """`count` tokens of `sequence` from position `start` on, computed in one step."""
+    """`count` tokens of `sequence` from position `start` on, computed in one step; `draft` are the last of them, if any are guessed."""
 
     sequence: Sequence
     start: int
     count: int
+    draft: tuple[int, ...] = ()
+
+    @property
+    def num_known(self) -> int:
+        """Rows of tokens that are not guessed."""
+        return self.count - len(self.draft)
 
     @property
     def token_ids(self) -> list[int]:
         """The tokens of these rows."""
-        return self.sequence.token_ids[self.start : self.start + self.count]
+        return [*self.sequence.token_ids[self.start : self.start + self.num_known], *self.draft]
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether this is a part of a prompt, of several tokens."""
+        return self.num_known > 1
 
     @property
     def reaches_end(self) -> bool:
-        """Whether the last row's logits choose a new token."""
-        return self.start + self.count == len(self.sequence.token_ids)
+        """Whether the logits of the last row, and of each guessed one, choose new tokens."""
+        return self.start + self.num_known == len(self.sequence.token_ids)
 
     @property
     def num_logits(self) -> int:
         """How many of the rows, counted from the last, need logits."""
-        return self.count if self.sequence.all_logits else int(self.reaches_end)
+        if self.sequence.all_logits:
+            return self.count
+        return 1 + len(self.draft) if self.reaches_end else 0
 
 
 Look: TypeAlias = Callable[[], list[Rows] | None]
@@ -96,16 +111,19 @@ class Scheduler:
     """Sequences waiting, and running with KV blocks in hand. While `admits` is false those that wait go on waiting.
 
     A step has at most `max_rows` rows, and at most `max_logits` of them need logits (None: no matter how many).
-    `prefix_root`: see `PrefixSharing`.
+    `prefix_root`: see `PrefixSharing`. `max_guessing`: rows of decoding sequences in a step where tokens are guessed, these included
+    (more would need experts that the pools cannot hold together).
     """
 
     def __init__(
-        self, allocator: BlockAllocator, max_rows: int, max_logits: int | None = None, prefix_root: str | None = None
-    ) -> None:
+        self, allocator: BlockAllocator, max_rows: int, max_logits: int | None = None, prefix_root: str | None = None,
+        max_guessing: int = 0,
+    ) -> None:  # fmt: skip
         self.allocator = allocator
         self.prefix = PrefixSharing(allocator, prefix_root)
         self.max_rows = max_rows
         self.max_logits = max_rows if max_logits is None else min(max_rows, max_logits)
+        self.max_guessing = max_guessing
         self.admits = True
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -145,9 +163,20 @@ class Scheduler:
         prompts = self.prefix.leaders([s for s in self.running if s.num_pending > 1])
         prompts.sort(key=lambda s: s.num_pending)
         most = max(1, self.max_logits - bool(prompts))  # one row is left for prompts, however many decode
-        rows = [Rows(s, s.num_computed, 1) for s in decoding[:most]]
-        rows += self._share(prompts, self.max_rows - len(rows), self.max_logits - len(rows))
+        rows = self._guess(decoding[:most], min(most, self.max_guessing, self.max_rows // (1 + bool(prompts))))
+        num_decoding = sum(part.count for part in rows)
+        rows += self._share(prompts, self.max_rows - num_decoding, self.max_logits - num_decoding)
         self._rotate(rows)
+        return rows
+
+    def _guess(self, decoding: list[Sequence], most: int) -> list[Rows]:
+        """A row for each, and for guesses what `most` rows leave, in equal shares."""
+        rows, left = [], max(0, most - len(decoding))
+        for num_before, sequence in enumerate(decoding):
+            share = -(-left // (len(decoding) - num_before))
+            draft = tuple(sequence.draft[:share])
+            rows.append(Rows(sequence, sequence.num_computed, 1 + len(draft), draft))
+            left -= len(draft)
         return rows
 
     def schedule_newcomers(self, sequences: list[Sequence]) -> list[Rows]:
@@ -175,10 +204,19 @@ class Scheduler:
         return rows
 
     def advance(self, rows: list[Rows]) -> None:
-        """Mark rows as computed, and their KV as complete: what fills a block may be taken by others from now on."""
+        """Mark rows as computed, and their KV as complete: what fills a block may be taken by others from now on.
+
+        Not those of guesses: their positions are computed again, but for those that `accept` says were right.
+        """
         for part in rows:
-            part.sequence.num_computed += part.count
+            part.sequence.num_computed += part.num_known
             self.prefix.publish(part.sequence)
+
+    def accept(self, sequence: Sequence) -> None:
+        """The next guess of the last step has turned out right: its KV stands."""
+        assert sequence.num_pending == 1
+        sequence.num_computed += 1
+        self.prefix.publish(sequence)
 
     def admit(self) -> None:
         """Let waiting sequences run, as far as KV blocks and `admits` allow."""

@@ -31,6 +31,7 @@ from colibri_mp.config import LaunchConfig
 from colibri_mp.constraints import Compiled, Constraints
 from colibri_mp.control import ClientGone, Command, ControlEndpoint
 from colibri_mp.coordinator import Coordinator
+from colibri_mp.drafting import Drafting
 from colibri_mp.engine import Engine
 from colibri_mp.errors import ColibriError, RequestError, WorkerDied
 from colibri_mp.handshake import Ready, Reporter, StartFailed, read_request
@@ -54,6 +55,7 @@ from colibri_mp.messages import (
 from colibri_mp.monitor import Monitor
 from colibri_mp.overlap import Overlap
 from colibri_mp.pressure import Decision, Governor, Reading
+from colibri_mp.prompt_lookup import PromptLookup
 from colibri_mp.scheduler import Scheduler
 from colibri_mp.session_store import SessionStore
 from colibri_mp.shm.segment import unlink_stale
@@ -145,13 +147,18 @@ class Service:
         self.engine = Engine(
             self.coordinator,
             Scheduler(
-                allocator, self.coordinator.plan.prefill_chunk, self.coordinator.max_logit_rows, self._prefix_root()
+                allocator,
+                self.coordinator.plan.prefill_chunk,
+                self.coordinator.max_logit_rows,
+                self._prefix_root(),
+                self.coordinator.rows_held_together(),
             ),
             tokenizer,
             sampling_defaults(checkpoint),
             eos_token_ids(checkpoint, tokenizer),
             self.control.emit,
             self._config.queue,
+            Drafting(self._config.draft, PromptLookup()) if self._config.draft else None,
             Overlap(self._config.overlap),
         )
         self.coordinator.on_wait = self.control.flush
@@ -227,6 +234,7 @@ class Service:
                 "dropped_rows": self.engine.num_dropped_rows,
                 "two_groups": self.engine.overlap.describe(),
             },
+            "drafting": self.engine.drafting.describe() if self.engine.drafting is not None else None,
             "cache": {**cache, "hit_rate": cache["hits"] / asked if asked else 0.0},
             "phases": coordinator.clock.describe(),
             "lossy": list(coordinator.lossy),

@@ -117,7 +117,7 @@ class Tiers:
         self._set_rows(rows)
 
     def _set_rows(self, rows: list[Rows]) -> None:
-        is_prefill = [part.count > 1 for part in rows]
+        is_prefill = [part.is_prefill for part in rows]
         counts = [part.count for part in rows]
         self._is_prefill = np.repeat(is_prefill, counts) if any(is_prefill) else None
 

@@ -86,6 +86,10 @@ def _figures(status: dict[str, Any]) -> Iterator[Metric]:
     yield _count("expert_promoted", "Experts read ahead", cache["promoted"])
     yield _count("expert_read_bytes", "Bytes read of experts", cache["bytes_read"])
     yield _gauge("expert_hit_ratio", "Share of experts found in memory", cache["hit_rate"])
+    if drafting := status.get("drafting"):
+        yield _count("drafted_tokens", "Tokens guessed and computed", drafting["proposed_tokens"])
+        yield _count("accepted_tokens", "Tokens guessed right", drafting["accepted_tokens"])
+        yield _gauge("drafting_saved_seconds", "Time that guessing has saved, below 0: lost", drafting["saved_s"])
     yield _gauge("memory_budget_bytes", "Memory that everything may take", memory["budget_bytes"])
     yield _gauge("memory_used_bytes", "Memory that everything takes", memory["used_bytes"])
     yield _gauge("memory_peak_bytes", "Most memory that everything has taken", memory["peak_bytes"])
