@@ -4,7 +4,7 @@ T rows of a step, D hidden, K experts a token, V vocabulary. Rows are float32 an
 valid until its next call of the same kind, but for `embed`.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from colibri_mp.checkpoint.source import Bytes
 from colibri_mp.kernels.attention_inputs import Batch
@@ -28,12 +28,23 @@ class Blocks(Protocol):
         """The inverse of `copy_block`."""
 
 
+class Predictor(Protocol):
+    """What a router would choose for rows that are not its own."""
+
+    def __call__(self, layer_idx: int, norm_idx: int, x: Floats) -> tuple[Ints, Floats]:
+        """Experts [T, width] that layer `layer_idx` would choose for x [T, D] after the mlp norm of layer `norm_idx`; their weights."""
+
+
 class Backend(Protocol):
     """See the module docstring."""
 
     @property
     def caches(self) -> Blocks:
         """All that is kept of earlier positions, by block."""
+
+    @property
+    def description(self) -> str:
+        """What computes, for the notes of a launch; "" where it is the usual: the kernels."""
 
     def embed(self, token_ids: Ints) -> Floats:
         """The embeddings [T, D] of token ids [T], a new array."""
@@ -48,6 +59,9 @@ class Backend(Protocol):
     def mixer_ended_s(self) -> float:
         """When the mixer of the last `mix_and_route` had ended, by `time.perf_counter`."""
 
+    def predictor(self, width: int) -> Predictor:
+        """The routers of the model for predictions of `width` experts a row, for `lookahead.MOST_ROWS` rows at most."""
+
     def mlp_norm(self, layer_idx: int, x: Floats) -> Floats:
         """mlp_norm(x), a new array."""
 
@@ -56,3 +70,9 @@ class Backend(Protocol):
 
     def head(self, x: Floats) -> Floats:
         """Logits [T, V]."""
+
+    def expect(self) -> None:
+        """A worker's answer is on its way, and a call will follow: the moment to wake threads."""
+
+    def identity(self) -> dict[str, Any]:
+        """What the bits of its results depend on beside model and rows, JSON-compatible."""

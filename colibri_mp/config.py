@@ -19,6 +19,8 @@ Lookahead = Literal["auto", "off", "measure", "advise", "on"]
 IoMode = Literal["buffered", "direct", "drop"]
 """How experts are read: through the page cache, past it, or through it giving the pages back right after."""
 Verify = Literal["first", "off", "always"]
+BackendName = Literal["cpu", "mlx"]
+"""What computes: the compiled kernels, or MLX."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -67,6 +69,12 @@ class LaunchConfig:
     )
     num_threads: int = _setting(
         0, "compute threads (0: the cores that this process may use)", flag="--threads", least=0, metavar="N"
+    )
+    backend: BackendName | Literal["auto"] = _setting(
+        "auto",
+        "what computes: compiled kernels (cpu), MLX (mlx; pip install 'colibri-mp[mlx]'), or MLX where it has a GPU and "
+        "computes the model, else cpu (auto)",
+        choices=("auto", "cpu", "mlx"),
     )
     ctx: int = _setting(
         0, "tokens of context that one session may have (0: chosen, and said)", least=0, metavar="TOKENS"

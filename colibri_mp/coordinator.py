@@ -27,6 +27,8 @@ import psutil
 from numpy.typing import NDArray
 
 from colibri_mp.backend import Backend, Blocks
+from colibri_mp.backend_choice import with_backend
+from colibri_mp.backends import make_backend
 from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.checkpoint.hub import resolve
 from colibri_mp.checkpoint.source import Checkpoint
@@ -34,25 +36,19 @@ from colibri_mp.checksums import describe as describe_checksums
 from colibri_mp.checksums import with_checksums
 from colibri_mp.compiling import Stopping, compile_kernels
 from colibri_mp.config import LaunchConfig
-from colibri_mp.cpu_backend import CpuBackend
 from colibri_mp.disks import ExpertMemory, choose_copies
 from colibri_mp.errors import ColibriError, WorkerDied, from_wire
 from colibri_mp.formats import Encoding
-from colibri_mp.kernels import isa
 from colibri_mp.kernels.attention_inputs import Batch
-from colibri_mp.kernels.paged_cache import num_blocks_for
-from colibri_mp.kernels.team import ThreadTeam
 from colibri_mp.limits import tightest_room
 from colibri_mp.lossy import lossy_options, with_lossy_options
 from colibri_mp.messages import Failed, Floats, Ints, PoolEvent, Routed, StepCounters
 from colibri_mp.mixers import kinds
-from colibri_mp.mixers.kind import StageLimits
 from colibri_mp.models import load_model
 from colibri_mp.models.structure import LayerSpec, ModelSpec, MoeSpec
 from colibri_mp.phases import ATTENTION, COMPUTE, StepClock
 from colibri_mp.plan_terms import max_logit_rows
 from colibri_mp.planner import Plan, plan_now, split_slabs
-from colibri_mp.resident import load_resident
 from colibri_mp.rundir import ClusterInfo, RunDir
 from colibri_mp.scheduler import GroupEnded, GroupLook, Look, Rows
 from colibri_mp.shm.layout import LayerSlots, pool_bytes
@@ -97,8 +93,7 @@ class Coordinator:
 
     def __init__(
         self, checkpoint: Checkpoint, model: ModelSpec, plan: Plan, config: LaunchConfig, supervisor: Supervisor,
-        team: ThreadTeam, should_stop: Callable[[], bool], trace: TraceWriter | NoTrace, usage: Usage,
-        lone_team: ThreadTeam,
+        backend: Backend, should_stop: Callable[[], bool], trace: TraceWriter | NoTrace, usage: Usage,
     ) -> None:  # fmt: skip
         self.checkpoint = checkpoint
         self.model = model
@@ -106,19 +101,18 @@ class Coordinator:
         self.supervisor = supervisor
         self.notes: tuple[str, ...] = plan.notes
         self.pools: list[PoolView] = []
-        weights = load_resident(checkpoint, model)
         self.max_context = plan.ctx_tokens
         self.vocab_size = model.vocab_size
         self.max_logit_rows = max_logit_rows(model.vocab_size, plan.prefill_chunk)
         self.clock = StepClock(len(model.layers))
         self.trace = trace
         self.can_be_joined = isinstance(trace, NoTrace)  # a trace tells one step after the other
-        self.tiers = Tiers(config, model, plan, usage, weights.layers, supervisor, lone_team)
+        self.tiers = Tiers(config, model, plan, usage, backend, supervisor)
         self.lossy: tuple[str, ...] = ()
         self.on_wait: Callable[[], None] = lambda: None  # called in each layer, while its worker computes
         self._should_stop = should_stop
-        self._planes = config.planes
-        self._team = team
+        self._backend = backend
+        self.kv: Blocks = backend.caches
         self._last_step = 0
         self._current: Step | None = None  # whose times and predictions are being noted
         self._totals: defaultdict[int, Counter[str]] = defaultdict(Counter)  # by worker id
@@ -126,11 +120,6 @@ class Coordinator:
         self._uncounted: deque[tuple[int, StepCounters]] = deque()
         self._counting = threading.Lock()
         self._may_drop = model.router.top_p < 1
-        limits = StageLimits(plan.prefill_chunk, plan.ctx_tokens, team.num_threads, config.planes, config.kv_bits)
-        self._backend: Backend = CpuBackend(
-            team, model, weights, limits, num_blocks_for(plan.kv_tokens), self.max_logit_rows
-        )
-        self.kv: Blocks = self._backend.caches
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
@@ -143,6 +132,7 @@ class Coordinator:
         checkpoint = Checkpoint.open(resolve(config.model, progress))
         published = load_model(checkpoint)
         model, lossy = with_lossy_options(published, config), lossy_options(published, config)
+        config = with_backend(config, model)
         plan = plan_now(checkpoint, model, config)
         usage = open_usage(model, config.usage, checkpoint.fingerprint)
         compile_kernels(
@@ -163,9 +153,8 @@ class Coordinator:
         stack.callback(supervisor.close)
         supervisor.start(workers)
         progress(f"loading {checkpoint.path.name}")
-        team = stack.enter_context(ThreadTeam(plan.num_threads))
-        lone_team = stack.enter_context(ThreadTeam(1))
-        coordinator = cls(checkpoint, model, plan, config, supervisor, team, should_stop, trace, usage, lone_team)
+        backend = make_backend(checkpoint, model, plan, config, stack)
+        coordinator = cls(checkpoint, model, plan, config, supervisor, backend, should_stop, trace, usage)
         coordinator.lossy = lossy
         supervisor.on_pool_event = coordinator.add_event
         supervisor.wait_ready(_READY_TIMEOUT_S)
@@ -175,6 +164,8 @@ class Coordinator:
         coordinator.tiers.pools = coordinator.pools
         stack.callback(coordinator.tiers.save)
         coordinator.notes += tuple(dict.fromkeys(note for worker in supervisor.workers for note in worker.notes))
+        if backend.description:
+            coordinator.notes += (backend.description,)
         if note := coordinator.tiers.start():
             coordinator.notes += (note,)
         if config.trace:
@@ -196,7 +187,7 @@ class Coordinator:
         """
         step = self._begin(rows)
         while self._send_next(step, look):
-            self._take(step, self.supervisor.await_routed({step.number: step.layer_idx}, self._team.expect))
+            self._take(step, self.supervisor.await_routed({step.number: step.layer_idx}, self._backend.expect))
         logits = self._end(step)
         if step.rows:
             self.tiers.end_step(self.clock.step_s, len(step.x))
@@ -216,7 +207,7 @@ class Coordinator:
                 idx, step = ready.popleft()
             else:
                 awaited = {number: step.layer_idx for number, (_, step) in under_way.items()}
-                answer = self.supervisor.await_routed(awaited, self._team.expect)
+                answer = self.supervisor.await_routed(awaited, self._backend.expect)
                 idx, step = under_way.pop(answer.request_id if isinstance(answer, Failed) else answer.step)
             outcome = self._go_on(step, answer, partial(look, idx))
             if outcome is None:
@@ -354,8 +345,7 @@ class Coordinator:
         """Everything but the tokens that the values in the KV cache depend on, JSON-compatible."""
         return {
             "fingerprint": self.checkpoint.fingerprint,
-            "isa": isa.current().value,
-            "planes": self._planes,
+            **self._backend.identity(),
             "kv_bits": self.kv.bits,
             "lossy": list(self.lossy),
         }
@@ -379,6 +369,7 @@ class Coordinator:
             "stored_bytes": self.checkpoint.total_bytes,
             "fingerprint": self.checkpoint.fingerprint,
             "ctx_tokens": self.max_context,
+            "backend": self.plan.backend,
         }
 
     def describe_workers(self) -> list[dict[str, Any]]:
@@ -450,6 +441,8 @@ def worker_configs(
                 staging=share.num_staging,
                 advises=config.lookahead == "advise",
                 eviction=eviction,
+                backend=plan.backend,
+                device_bytes=share.device_bytes,
             )
         )
     return configs

@@ -1,7 +1,10 @@
 """The backend of compiled CPU kernels; see `backend.Backend`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+from colibri_mp.backend import Predictor
+from colibri_mp.kernels import isa
 from colibri_mp.kernels.attention_inputs import Batch
 from colibri_mp.kernels.block import BlockStage, MixerStage
 from colibri_mp.kernels.head import HeadStage
@@ -10,6 +13,7 @@ from colibri_mp.kernels.norm import rms_norm
 from colibri_mp.kernels.resident_expert import ResidentExpert
 from colibri_mp.kernels.router import RouterStage
 from colibri_mp.kernels.team import ThreadTeam
+from colibri_mp.lookahead import MOST_ROWS
 from colibri_mp.messages import Floats, Ints
 from colibri_mp.mixers.kind import StageLimits
 from colibri_mp.mixers.layers import LayerMixer, Mixers
@@ -28,11 +32,15 @@ class _Layer:
 class CpuBackend:
     """Stages, caches and weights of a model. One call at a time."""
 
+    description = ""
+
     def __init__(
-        self, team: ThreadTeam, model: ModelSpec, weights: ResidentWeights, limits: StageLimits, num_blocks: int,
-        max_logit_rows: int,
+        self, team: ThreadTeam, lone_team: ThreadTeam, model: ModelSpec, weights: ResidentWeights, limits: StageLimits,
+        num_blocks: int, max_logit_rows: int,
     ) -> None:  # fmt: skip
+        """`lone_team`: for predictions, which are made while the workers use the machine: one thread."""
         self._model, self._weights = model, weights
+        self._team, self._lone_team, self._planes = team, lone_team, limits.planes
         mixers = Mixers(team, model, limits, num_blocks)
         self.caches = mixers.caches
         router = RouterStage(team, model.router, model.hidden, model.norm_eps, limits.max_rows)
@@ -76,6 +84,19 @@ class CpuBackend:
         """See `Backend`."""
         return self._last_block.mixer_ended_s
 
+    def predictor(self, width: int) -> Predictor:
+        """See `Backend`."""
+        spec = replace(self._model.router, top_k=width, norm_topk_prob=False, top_p=1.0)
+        stage = RouterStage(self._lone_team, spec, self._model.hidden, self._model.norm_eps, MOST_ROWS)
+        layers = self._weights.layers
+
+        def predict(layer_idx: int, norm_idx: int, x: Floats) -> tuple[Ints, Floats]:
+            router = layers[layer_idx].router
+            assert router is not None
+            return stage(x, layers[norm_idx].mlp_norm, router)[1:]
+
+        return predict
+
     def mlp_norm(self, layer_idx: int, x: Floats) -> Floats:
         """See `Backend`."""
         return rms_norm(x, self._layers[layer_idx].weights.mlp_norm, self._model.norm_eps)
@@ -90,3 +111,11 @@ class CpuBackend:
     def head(self, x: Floats) -> Floats:
         """See `Backend`."""
         return self._head(x, self._weights.final_norm, self._weights.head)
+
+    def expect(self) -> None:
+        """See `Backend`."""
+        self._team.expect()
+
+    def identity(self) -> dict[str, Any]:
+        """See `Backend`."""
+        return {"isa": isa.current().value, "planes": self._planes}

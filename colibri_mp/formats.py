@@ -2,26 +2,29 @@
 
 `Encoding` names the stored form of one matrix [rows, cols] and the byte size of its parts; `Format` names the form that
 the kernels read (packed in blocks of 16 rows, see `kernels.layout`). Every encoding has one format that holds the same
-values exactly:
+values in as many bits:
 
-    stored                                computed as                     why it is exact
-    bf16, f16, f32                        the same element type
-    affine 4 bit                          q4, same group and scales       codes kept
-    affine 8 bit                          q8, same group and scales       codes kept
-    affine 2, 3, 5, 6 bit                 q8, same group and scales       codes widened to a byte
-    mxfp4 (FP4 codes, E8M0 scale, 32)     q8, group 32, float32 scales    2*FP4 is an integer: code + 12, scale/2, bias -6*scale
-    nvfp4 (FP4 codes, E4M3 scale, 16)     q8, group 16, float32 scales    likewise
-    mxfp8 (E4M3 codes, E8M0 scale, 32)    f32                             a product with a power of two
+    stored                                                computed as
+    bf16, f16, f32                                        the same element type
+    affine 2, 3, 4, 5, 6, 8 bit                           q2 ... q8: codes, group and scales kept
+    mxfp4 (FP4 codes, E8M0 scale, groups of 32)           fp4: codes and scales kept; 2 * FP4 + 12 is a code like any other
+    nvfp4 (FP4 codes, E4M3 scale, groups of 16)           likewise
+    mxfp8 (E4M3 codes, E8M0 scale, groups of 32)          fp8: codes and scales kept, products in float32
+    fp8 (E4M3 codes, a scale for each tile of 128 x 128)  likewise; the scale as float32 once for each 16 rows of a tile
 
 See docs/formats.md for the bytes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 ElementType = Literal["bf16", "f16", "f32"]
-EncodingKind = Literal["bf16", "f16", "f32", "affine", "mxfp4", "nvfp4", "mxfp8"]
-FormatKind = Literal["q4", "q8", "bf16", "f16", "f32"]
+EncodingKind = Literal["bf16", "f16", "f32", "affine", "mxfp4", "nvfp4", "mxfp8", "fp8"]
+FormatKind = Literal["q2", "q3", "q4", "q5", "q6", "q8", "fp4", "fp8", "bf16", "f16", "f32"]
 
 ExpertBits = Literal["stored", "4", "8", "mixed"]
 """What experts are quantised to: "stored" keeps their encodings, "mixed" is 4 in gate and up and 8 in down."""
@@ -29,22 +32,33 @@ ExpertBits = Literal["stored", "4", "8", "mixed"]
 ELEMENT_BYTES: dict[str, int] = {"bf16": 2, "f16": 2, "f32": 4, "u8": 1}
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 AFFINE_GROUP_SIZES = (32, 64, 128)
+TILE = 128
+"""Rows and columns of a tile of fp8; the last tiles of a matrix may be smaller."""
+FP8_COLUMNS = 8
+"""Rows of E4M3 codes have a multiple of so many."""
+
+_FLOAT_GROUPS = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
 
 
 class Format(NamedTuple):
-    """A compute format. `group_size` is 0 and `scale` is "" for the plain element types."""
+    """A compute format. `group_size` is 0 and `scale` is "" for the plain element types.
+
+    `scale`: element type of the scales and biases of q2 ... q8; e8m0 or e4m3: a byte for each row and group; tile: a float32 for the 16
+    rows and a group.
+    """
 
     kind: FormatKind
     group_size: int = 0
-    scale: Literal["bf16", "f16", "f32", ""] = ""
+    scale: Literal["bf16", "f16", "f32", "e8m0", "e4m3", "tile", ""] = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """A stored format; a matrix [rows, cols] has the parts `weight`, and for grouped kinds `scales`, for affine `biases`.
+    """A stored format; a matrix [rows, cols] has the parts `weight`, and for grouped kinds scales, for affine `biases`.
 
     Each part is row-major. `weight` of an affine matrix is a little-endian bit stream of `bits` a value in each row,
-    `scales`/`biases` are [rows, cols / group_size] of `scale` ("u8" for the mx/nv kinds).
+    `scales`/`biases` are [rows, cols / group_size] of `scale` ("u8" for the mx/nv kinds); `weight_scale_inv` of fp8 is
+    [rows / 128, cols / 128], rounded up.
     """
 
     kind: EncodingKind
@@ -57,17 +71,38 @@ class Encoding:
         """Names of the stored parts, in the order that `part_bytes` and the packers use."""
         if self.kind == "affine":
             return ("weight", "scales", "biases")
+        if self.kind == "fp8":
+            return ("weight", "weight_scale_inv")
         return ("weight", "scales") if self.group_size else ("weight",)
+
+    @property
+    def row_tile(self) -> int:
+        """Rows that share scales: a matrix may be cut into blocks of rows at multiples of this."""
+        return TILE if self.kind == "fp8" else 1
+
+    def groups(self, rows: int, cols: int) -> tuple[int, int]:
+        """Shape of the scales of a matrix [rows, cols]."""
+        return -(-rows // self.row_tile), -(-cols // self.group_size)
 
     def part_bytes(self, rows: int, cols: int) -> tuple[int, ...]:
         """Bytes of each part of a matrix [rows, cols]."""
         if not self.group_size:
             return (rows * cols * ELEMENT_BYTES[self.kind],)
-        group_bytes = rows * (cols // self.group_size) * ELEMENT_BYTES[self.scale]
+        down, across = self.groups(rows, cols)
+        group_bytes = down * across * ELEMENT_BYTES[self.scale]
         return (rows * cols * self.bits // 8, *[group_bytes] * (len(self.parts) - 1))
+
+    def take_rows(
+        self, parts: Sequence[npt.NDArray[np.uint8]], cols: int, first: int, num_rows: int
+    ) -> list[npt.NDArray[np.uint8]]:
+        """The parts of rows `first` (a multiple of `row_tile`) to `first + num_rows`; views."""
+        starts, sizes = self.part_bytes(first, cols), self.part_bytes(num_rows, cols)
+        return [part[start : start + size] for part, start, size in zip(parts, starts, sizes, strict=True)]
 
     def describe(self) -> str:
         """For people: "affine 4 bit in groups of 64"."""
+        if self.kind == "fp8":
+            return f"fp8 in tiles of {TILE} x {TILE}"
         if not self.group_size:
             return self.kind
         return f"{self.kind} {self.bits} bit in groups of {self.group_size}"
@@ -81,19 +116,27 @@ class Encoding:
                 known = self.bits in AFFINE_BITS and self.group_size in AFFINE_GROUP_SIZES
                 return known and self.scale in ("bf16", "f16", "f32") and cols % self.group_size == 0
             case "mxfp4" | "mxfp8" | "nvfp4":
-                sizes = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}[self.kind]
+                sizes = _FLOAT_GROUPS[self.kind]
                 return (self.bits, self.group_size, self.scale) == (*sizes, "u8") and cols % self.group_size == 0
+            case "fp8":
+                known = (self.bits, self.group_size) == (8, TILE) and self.scale in ("bf16", "f32")
+                return known and cols % FP8_COLUMNS == 0
 
     @property
     def format(self) -> Format:
-        """The compute format that holds the same values exactly (table in the module docstring)."""
+        """The compute format that holds the same values (table in the module docstring)."""
         match self.kind:
             case "bf16" | "f16" | "f32":
                 return Format(self.kind)
             case "affine":
                 assert self.scale in ("bf16", "f16", "f32")
-                return Format("q4" if self.bits == 4 else "q8", self.group_size, self.scale)
+                return Format(_AFFINE_FORMATS[self.bits], self.group_size, self.scale)
             case "mxfp4" | "nvfp4":
-                return Format("q8", self.group_size, "f32")
+                return Format("fp4", self.group_size, "e8m0" if self.kind == "mxfp4" else "e4m3")
             case "mxfp8":
-                return Format("f32")
+                return Format("fp8", self.group_size, "e8m0")
+            case "fp8":
+                return Format("fp8", self.group_size, "tile")
+
+
+_AFFINE_FORMATS: dict[int, FormatKind] = {2: "q2", 3: "q3", 4: "q4", 5: "q5", 6: "q6", 8: "q8"}

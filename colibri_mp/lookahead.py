@@ -12,17 +12,14 @@ which the coordinator would wait for the answer.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from colibri_mp.kernels.router import RouterStage
-from colibri_mp.kernels.team import ThreadTeam
+from colibri_mp.backend import Predictor
 from colibri_mp.messages import Floats, Ints
-from colibri_mp.models.structure import ModelSpec
-from colibri_mp.resident import ResidentLayer
 from colibri_mp.trial import Trial
 
 Form = Literal["residual", "input"]
@@ -55,22 +52,15 @@ class Lookahead:
     """Predictions for one model. `send` is None where they are only measured; `trial` decides from step to step, if there is one."""
 
     def __init__(
-        self, team: ThreadTeam, model: ModelSpec, layers: Sequence[ResidentLayer], width: int, distance: int, send: Send | None,
+        self, predictor: Predictor, has_router: Sequence[bool], width: int, distance: int, send: Send | None,
         trial: Trial | None = None,
     ) -> None:  # fmt: skip
-        """`width`: experts predicted for each row (0: as many as a row asks for); `distance`: layers ahead, at most."""
-        self.width = min(width or model.router.top_k, model.router.num_eligible)
-        self.distance = distance
+        """`has_router`: of each layer; `width`: experts that `predictor` gives for each row; `distance`: layers ahead, at most."""
+        self.width, self.distance = width, distance
         self.form: Form | None = None  # not chosen yet
         self.scores: dict[tuple[Form, int, int], Score] = {}  # by form, distance, target layer
-        self._layers, self._send, self._trial = layers, send, trial
-        self._router = RouterStage(
-            team,
-            replace(model.router, top_k=self.width, norm_topk_prob=False, top_p=1.0),
-            model.hidden,
-            model.norm_eps,
-            MOST_ROWS,
-        )
+        self._predict, self._has_router = predictor, has_router
+        self._send, self._trial = send, trial
         self._predicted: dict[tuple[int, int], list[tuple[Form, int, Ints]]] = {}  # by step and target layer
 
     def start_step(self, step: int) -> None:
@@ -104,22 +94,14 @@ class Lookahead:
             self.form = "input" if self._share_found("input") > self._share_found("residual") else "residual"
         for distance in range(1, self.distance + 1):
             target = layer + distance
-            if target >= len(self._layers) or self._layers[target].router is None:
+            if target >= len(self._has_router) or not self._has_router[target]:
                 continue
             for form in (self.form,) if self.form else FORMS:
                 if self._pays(form, distance, target):
-                    norm = self._layers[layer if form == "input" else target].mlp_norm
-                    experts = self._likeliest(target, x, norm)
+                    experts = _by_weight(*self._predict(target, layer if form == "input" else target, x))
                     self._predicted.setdefault((step, target), []).append((form, distance, experts))
                     if self._send is not None and form == (self.form or FORMS[0]):
                         self._send(step, target, experts)
-
-    def _likeliest(self, target: int, x: Floats, norm: Floats) -> Ints:
-        """The experts that the router of a layer would choose, the likeliest first."""
-        router = self._layers[target].router
-        assert router is not None
-        _, ids, weights = self._router(x, norm, router)
-        return _by_weight(ids, weights)
 
     def _share_found(self, form: Form) -> float:
         return self.recall(form).recall

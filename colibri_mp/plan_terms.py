@@ -8,6 +8,7 @@ The terms are what gets allocated and touched: the objects that allocate report 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.checkpoint.source import Checkpoint
@@ -54,9 +55,13 @@ def max_logit_rows(vocab_size: int, prefill_chunk: int) -> int:
 
 def resident_bytes(model: ModelSpec) -> int:
     """Bytes of the packed matrices that the coordinator keeps, dense blocks and shared experts included, and of all vectors."""
-    vectors = sum(4 * math.prod(info.shape) for info in model.resident_vectors())
     others = sum(packed_bytes(m.encoding.format, m.rows, m.cols) for m in model.other_resident_matrices())
-    return vectors + kinds.matrix_bytes(model) + others
+    return vector_bytes(model) + kinds.matrix_bytes(model) + others
+
+
+def vector_bytes(model: ModelSpec) -> int:
+    """Bytes of all norms, biases and other vectors, as float32."""
+    return sum(4 * math.prod(info.shape) for info in model.resident_vectors())
 
 
 def table_bytes(checkpoint: Checkpoint) -> int:
@@ -80,39 +85,61 @@ def top_k(model: ModelSpec, experts: ExpertLayer) -> int:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of everything but the pools, for one choice of context, rows a step (`chunk`) and threads."""
+    """Bytes of everything but the pools, for one choice of context, rows a step (`chunk`) and threads; with the compiled kernels.
+
+    `library_bytes`: pages that the processes share; `process_bytes`: what coordinator and workers have beside the kernels, each.
+    """
+
+    library_bytes: ClassVar[int] = LIBRARY_BYTES
+    process_bytes: ClassVar[int] = 0
 
     model: ModelSpec
     config: LaunchConfig
     ctx_tokens: int
     chunk: int
     num_threads: int
+    budget_bytes: int = 0
 
     def terms(self, groups: Sequence[Sequence[ExpertLayer]], tables: int) -> Iterator[Term]:
         """All terms but the pools and the allowance; `tables` as in `table_bytes`, one group of layers a worker."""
         rows = self.logit_rows
-        yield Term("all", "libraries, pages that the processes share", LIBRARY_BYTES)
+        yield Term("all", "libraries, pages that the processes share", self.library_bytes)
         yield Term("client", "interpreter and libraries", CLIENT_BYTES)
         if self.config.client == "server":
             yield Term("client", "HTTP server, its tokenizer", SERVER_BYTES + tables)
-        yield Term("coordinator", "interpreter and libraries", COORDINATOR_BYTES + TRACKER_BYTES)
+        yield Term("coordinator", "interpreter and libraries", COORDINATOR_BYTES + TRACKER_BYTES + self.process_bytes)
         yield Term("coordinator", "tokenizer, table of tensors", tables)
-        yield Term("coordinator", "resident weights", resident_bytes(self.model))
+        yield Term("coordinator", "resident weights", self.resident())
         for worker_id, group in enumerate(groups):
             yield from self.worker_terms(worker_id, group)
+        for worker_id, nbytes in enumerate(self.device_bytes(groups)):
+            if nbytes:
+                yield Term(f"worker {worker_id}", "experts on the device", nbytes)
         yield Term("coordinator", f"scratch, {self.chunk} rows a step", self.coordinator_scratch())
         yield Term("coordinator", f"logits, {rows} rows a step", self.logits())
         bits = self.config.kv_bits
         name = f"KV cache, {self.kv_tokens} tokens" + (f" in {bits} bits" if bits != 32 else "")
-        yield Term("coordinator", name, kinds.kv_bytes(self.model, self.kv_tokens, bits))
+        yield Term("coordinator", name, self.kv(self.kv_tokens))
 
     def worker_terms(self, worker_id: int, group: Sequence[ExpertLayer]) -> Iterator[Term]:
         """A worker's terms but its pool."""
         name, in_flight = f"worker {worker_id}", self.config.io_threads
-        yield Term(name, "interpreter and libraries", WORKER_BYTES)
+        yield Term(name, "interpreter and libraries", WORKER_BYTES + self.process_bytes)
         yield Term(name, f"scratch, {self.chunk} rows a step", self.worker_scratch(group))
         buffers = read_scratch_bytes(group, in_flight) + (audit_bytes(group) if self.config.verify == "always" else 0)
         yield Term(name, f"read buffers, {in_flight} in flight", buffers)
+
+    def resident(self) -> int:
+        """Weights that the coordinator keeps."""
+        return resident_bytes(self.model)
+
+    def kv(self, num_tokens: int) -> int:
+        """What is cached of so many positions."""
+        return kinds.kv_bytes(self.model, num_tokens, self.config.kv_bits)
+
+    def device_bytes(self, groups: Sequence[Sequence[ExpertLayer]]) -> tuple[int, ...]:
+        """What experts take on a device, beside the pool, of each worker: the kernels compute on the pool itself."""
+        return (0,) * len(groups)
 
     @property
     def kv_tokens(self) -> int:
@@ -145,7 +172,7 @@ class Sizes:
             + sum(ResidentExpert.scratch_bytes(shape, rows, planes, self.num_threads) for shape in shapes)
             + RopeTables.nbytes_for(model.rope.rotary_dim, self.ctx_tokens)
             + (lookahead_bytes(model) if self.config.lookahead != "off" else 0)
-            + self._messages()
+            + self.message_bytes()
         )
 
     def worker_scratch(self, group: Sequence[ExpertLayer]) -> int:
@@ -155,8 +182,8 @@ class Sizes:
             expert.scratch_bytes(shape, self.chunk, num_chosen, self.config.planes, self.num_threads)
             for shape, num_chosen in shapes.items()
         )
-        return sum(stages) + self._messages()
+        return sum(stages) + self.message_bytes()
 
-    def _messages(self) -> int:
+    def message_bytes(self) -> int:
         """A step's activations on their way: sent, received and decoded copies."""
         return 4 * self.chunk * self.model.hidden * 4

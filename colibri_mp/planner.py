@@ -12,16 +12,16 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
+from colibri_mp.backend_choice import with_backend
 from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.checkpoint.hub import resolve
 from colibri_mp.checkpoint.source import Checkpoint
-from colibri_mp.config import LaunchConfig, format_size, parse_size
+from colibri_mp.config import BackendName, LaunchConfig, format_size, parse_size
 from colibri_mp.errors import ConfigError, MemoryPlanError
 from colibri_mp.kernels.paged_cache import BLOCK_TOKENS
 from colibri_mp.limits import Room, address_space_bytes, tightest_room
 from colibri_mp.lossy import with_lossy_options
 from colibri_mp.memory import own_bytes, usable_cores
-from colibri_mp.mixers.kinds import kv_bytes
 from colibri_mp.models import load_model
 from colibri_mp.models.structure import ModelSpec
 from colibri_mp.plan_terms import Sizes, Term, table_bytes, top_k
@@ -44,7 +44,7 @@ _ADDRESS_BYTES, _THREAD_ADDRESS_BYTES = 350_000_000, 75_000_000  # libraries; st
 class WorkerShare:
     """What one worker owns: its MoE layers and the number of slots of each, in the same order.
 
-    Of `pool_bytes` the slabs take `slab_bytes`, and never less than `floor_bytes`.
+    Of `pool_bytes` the slabs take `slab_bytes`, and never less than `floor_bytes`. `device_bytes`: experts on a device, beside the pool.
     """
 
     layers: tuple[int, ...]
@@ -53,6 +53,7 @@ class WorkerShare:
     slab_bytes: int
     floor_bytes: int
     num_staging: int
+    device_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Plan:
     expert_bytes: int
     resident_share: float
     notes: tuple[str, ...]
+    backend: BackendName = "cpu"
 
     @property
     def planned_bytes(self) -> int:
@@ -83,7 +85,8 @@ class Plan:
 def plan_for(config: LaunchConfig, progress: Callable[[str], None]) -> Plan:
     """The plan for a configuration, from the headers of its checkpoint and the memory that there is now."""
     checkpoint = Checkpoint.open(resolve(config.model, progress))
-    return plan_now(checkpoint, with_lossy_options(load_model(checkpoint), config), config)
+    model = with_lossy_options(load_model(checkpoint), config)
+    return plan_now(checkpoint, model, with_backend(config, model))
 
 
 def plan_now(checkpoint: Checkpoint, model: ModelSpec, config: LaunchConfig) -> Plan:
@@ -127,6 +130,7 @@ def make_plan(
         expert_bytes=max(layer.shape.slab_bytes for layer in model.expert_layers),
         resident_share=sum(sum(share.num_slots) for share in shares) / num_experts,
         notes=tuple(note for note in (budget_note, used_note, shm_note, *draft.notes) if note),
+        backend="mlx" if config.backend == "mlx" else "cpu",
     )
 
 
@@ -154,6 +158,18 @@ def split_slabs(workers: Sequence[WorkerShare], slab_bytes: int) -> list[int]:
     return [share.floor_bytes + int((share.slab_bytes - share.floor_bytes) * part) for share in workers]
 
 
+def sizes_for(
+    model: ModelSpec, config: LaunchConfig, ctx_tokens: int, chunk: int, num_threads: int, budget_bytes: int = 0
+) -> Sizes:
+    """The sizes with the backend of `config`, the kernels unless it says otherwise."""
+    kind = Sizes
+    if config.backend == "mlx":
+        from colibri_mp.mlx_backend.sizes import MlxSizes
+
+        kind = MlxSizes
+    return kind(model, config, ctx_tokens, chunk, num_threads, budget_bytes)
+
+
 # -- automatic choices -------------------------------------------------------------------------------------------------
 
 
@@ -169,6 +185,7 @@ class _Draft:
     num_threads: int
     groups: tuple[tuple[ExpertLayer, ...], ...]
     terms: tuple[Term, ...]
+    device_bytes: tuple[int, ...]
     demands: tuple[tuple[LayerDemand, ...], ...]
     notes: tuple[str, ...]
 
@@ -210,6 +227,7 @@ def _draft(model: ModelSpec, config: LaunchConfig, tables: int, budget_bytes: in
     chunk, chunk_note = _prefill_chunk(model, config, ctx_tokens, num_threads, budget_bytes)
     num_workers, workers_note = _num_workers(model, config, chunk, num_threads, budget_bytes)
     groups = tuple(split_layers(model.expert_layers, num_workers))
+    sizes = sizes_for(model, config, ctx_tokens, chunk, num_threads, budget_bytes)
     return _Draft(
         model=model,
         config=config,
@@ -218,7 +236,8 @@ def _draft(model: ModelSpec, config: LaunchConfig, tables: int, budget_bytes: in
         chunk=chunk,
         num_threads=num_threads,
         groups=groups,
-        terms=tuple(Sizes(model, config, ctx_tokens, chunk, num_threads).terms(groups, tables)),
+        terms=tuple(sizes.terms(groups, tables)),
+        device_bytes=sizes.device_bytes(groups),
         demands=tuple(tuple(_demand(layer, model, config) for layer in group) for group in groups),
         notes=(workers_note, ctx_note, chunk_note, threads_note),
     )
@@ -254,7 +273,7 @@ def _num_workers(
         raise ConfigError(f"--workers {config.num_workers} is more than the model's {num_layers} layers with experts")
     if config.num_workers:
         return config.num_workers, ""
-    sizes = Sizes(model, config, 0, chunk, num_threads)
+    sizes = sizes_for(model, config, 0, chunk, num_threads)
     cost = sum(term.nbytes for term in sizes.worker_terms(0, model.expert_layers))
     if num_layers < 2 or cost > budget_bytes * _AUTO_WORKER_SHARE:
         return 1, f"workers 1: a second one would take {format_size(cost)} from the expert pools"
@@ -267,7 +286,7 @@ def _prefill_chunk(
     if config.prefill_chunk:
         return config.prefill_chunk, ""
     for chunk in _AUTO_CHUNKS:
-        sizes = Sizes(model, config, ctx_tokens, chunk, num_threads)
+        sizes = sizes_for(model, config, ctx_tokens, chunk, num_threads)
         cost = sizes.coordinator_scratch() + sizes.logits() + sizes.worker_scratch(model.expert_layers)
         if cost <= budget_bytes * _AUTO_CHUNK_SHARE:
             break
@@ -284,7 +303,7 @@ def _context(model: ModelSpec, config: LaunchConfig, budget_bytes: int) -> tuple
         )
     if config.ctx:
         return config.ctx, ""
-    per_token = kv_bytes(model, BLOCK_TOKENS, config.kv_bits) / BLOCK_TOKENS
+    per_token = sizes_for(model, config, 0, 1, 1).kv(BLOCK_TOKENS) / BLOCK_TOKENS
     affordable = int(budget_bytes * _AUTO_CTX_SHARE / per_token) // BLOCK_TOKENS * BLOCK_TOKENS
     most = min(model.max_context, config.kv_tokens or model.max_context)
     chosen = min(most, _AUTO_CTX_TOKENS, max(affordable, _LEAST_AUTO_CTX_TOKENS))
@@ -365,7 +384,7 @@ def _pools(draft: _Draft, slab_budget: int) -> tuple[list[Term], tuple[WorkerSha
             terms.append(Term(f"worker {worker_id}", f"staging for reads ahead, {num_staging} slots", staging_bytes))
         layers = tuple(layer.layer for layer in group)
         nbytes = pool_bytes + staging_bytes, slab_bytes + staging_bytes, floor_bytes
-        shares.append(WorkerShare(layers, tuple(mine), *nbytes, num_staging))
+        shares.append(WorkerShare(layers, tuple(mine), *nbytes, num_staging, draft.device_bytes[worker_id]))
     return terms, tuple(shares)
 
 

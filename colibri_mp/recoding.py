@@ -2,10 +2,8 @@
 
     stored as                 without --bits   with --bits: the width B asked for this projection
     bf16, f16, f32            kept             quantised to B bits
-    affine, B bits or fewer   kept             kept; codes of 2 and 3 bits are widened to 4: the same values in half the slab
-    affine, more bits         kept             quantised anew to B bits
-    mxfp4, nvfp4              kept             8: kept, the kernels read them as 8-bit codes anyway; 4: quantised
-    mxfp8                     kept             quantised to B bits
+    codes of B bits or fewer  kept             kept: affine, mxfp4, nvfp4, mxfp8, fp8
+    codes of more bits        kept             quantised anew to B bits
 
 So nothing loses accuracy that need not, and nothing becomes wider than it was. `mixed` asks for 4 bits in gate and up and
 for 8 in down, whose errors go straight into the residual stream: against 4 bits everywhere, 8 in down alone halve the
@@ -54,14 +52,12 @@ class Recoding:
     @property
     def is_quantised(self) -> bool:
         """Whether values change."""
-        return self.target != self.stored and not _is_widened(self.stored, self.target)
+        return self.target != self.stored
 
     def apply(self, rows: int, cols: int, parts: Sequence[Bytes]) -> tuple[Sequence[Bytes], Rounding | None]:
         """The parts of some rows of a matrix in the target encoding, and what rounding cost if they were quantised."""
         if self.target == self.stored:
             return parts, None
-        if not self.is_quantised:
-            return (_widen(self.stored.bits, parts[0]), *parts[1:]), None
         return _quantise(self.target, decode(self.stored, rows, cols, parts))
 
 
@@ -70,13 +66,8 @@ def choose(stored: Encoding, projection: str, bits: ExpertBits, group_size: int)
     width = _WIDTHS[bits].get(projection)
     if width is None:
         return Recoding(stored, stored, "as stored")
-    if stored.kind == "affine" and stored.bits <= width:
-        if stored.bits < 4:
-            wider = Encoding("affine", 4, stored.group_size, stored.scale)
-            return Recoding(stored, wider, "the same values, codes widened")
+    if 0 < stored.bits <= width:
         return Recoding(stored, stored, f"as stored: {stored.bits} bits are no more than {width}")
-    if stored.format.kind == "q8" and width == 8:
-        return Recoding(stored, stored, "as stored: packed with 8-bit codes, exactly")
     return Recoding(stored, Encoding("affine", width, group_size, SCALE), "quantised")
 
 
@@ -140,18 +131,6 @@ def _largest_group(layer: ExpertLayer) -> int:
             f"{' or '.join(map(str, GROUP_SIZES))}; leave out --expert-bits"
         )
     return max(fitting)
-
-
-def _is_widened(stored: Encoding, target: Encoding) -> bool:
-    return (stored.kind, stored.group_size, stored.scale) == (target.kind, target.group_size, target.scale)
-
-
-def _widen(bits: int, weight: Bytes) -> Bytes:
-    """Codes of 2 or 3 bits, a little-endian stream, as codes of 4 bits. Rows are whole bytes in both."""
-    stream = np.unpackbits(weight, bitorder="little").reshape(-1, bits)
-    wide = np.zeros((len(stream), 4), np.uint8)
-    wide[:, :bits] = stream
-    return np.packbits(wide, bitorder="little")
 
 
 def _quantise(target: Encoding, values: Floats) -> tuple[Sequence[Bytes], Rounding]:

@@ -9,19 +9,17 @@ None of it changes a result, and nothing waits for it.
 """
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from colibri_mp.backend import Backend
 from colibri_mp.config import LaunchConfig
-from colibri_mp.kernels.team import ThreadTeam
 from colibri_mp.lookahead import Lookahead
 from colibri_mp.messages import Floats, Ints, PoolReport, StepCounters, Wish
-from colibri_mp.models.structure import ModelSpec
+from colibri_mp.models.structure import ModelSpec, MoeSpec
 from colibri_mp.planner import Plan
-from colibri_mp.resident import ResidentLayer
 from colibri_mp.scheduler import Rows
 from colibri_mp.shm.policy import HALF_LIFE_TOKENS, Eviction
 from colibri_mp.shm.view import PoolView
@@ -54,12 +52,10 @@ class Tiers:
     """See the module docstring. One thread calls it, but for `describe`."""
 
     def __init__(
-        self, config: LaunchConfig, model: ModelSpec, plan: Plan, usage: Usage, layers: Sequence[ResidentLayer],
-        supervisor: Supervisor, team: ThreadTeam,
+        self, config: LaunchConfig, model: ModelSpec, plan: Plan, usage: Usage, backend: Backend, supervisor: Supervisor
     ) -> None:  # fmt: skip
-        """`team`: for predictions, which are made while the workers use the machine: one thread."""
         self.usage = usage
-        self.lookahead = self._make_lookahead(config, model, plan, layers, supervisor, team)
+        self.lookahead = self._make_lookahead(config, model, plan, backend, supervisor)
         self.pools: list[PoolView] = []
         self._config, self._plan, self._supervisor = config, plan, supervisor
         self._floor = model.router.top_k
@@ -70,8 +66,7 @@ class Tiers:
 
     @staticmethod
     def _make_lookahead(
-        config: LaunchConfig, model: ModelSpec, plan: Plan, layers: Sequence[ResidentLayer], supervisor: Supervisor,
-        team: ThreadTeam,
+        config: LaunchConfig, model: ModelSpec, plan: Plan, backend: Backend, supervisor: Supervisor
     ) -> Lookahead | None:  # fmt: skip
         """None where nothing would come of it: switched off, or no staging, as where every expert is in memory."""
         has_staging = any(share.num_staging for share in plan.workers)
@@ -79,9 +74,10 @@ class Tiers:
         if not has_use:
             return None
         send = supervisor.hint if config.lookahead != "measure" else None
-        width, distance = config.lookahead_width, config.lookahead_distance
+        width = min(config.lookahead_width or model.router.top_k, model.router.num_eligible)
         trial = Trial() if config.lookahead == "auto" else None
-        return Lookahead(team, model, layers, width, distance, send, trial)
+        has_router = [isinstance(layer.mlp, MoeSpec) for layer in model.layers]
+        return Lookahead(backend.predictor(width), has_router, width, config.lookahead_distance, send, trial)
 
     # -- launch --------------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from colibri_mp.formats import Encoding
+from colibri_mp.formats import AFFINE_BITS, Encoding
 from colibri_mp.kernels import emit, isa
 from colibri_mp.kernels.expert import ExpertStage
 from colibri_mp.kernels.jit import Native, operation
@@ -36,12 +36,14 @@ HIDDEN, WIDTH, TOP_K = 2048, 1024, 8
 TOTAL_BYTES = 460_000_000
 """Weights that a decode figure walks through: far more than any cache holds."""
 ENCODINGS = {
-    "q4/64": Encoding("affine", 4, 64, "bf16"),
-    "q4/32": Encoding("affine", 4, 32, "bf16"),
-    "q8/64": Encoding("affine", 8, 64, "bf16"),
     "bf16": Encoding("bf16"),
     "f16": Encoding("f16"),
     "f32": Encoding("f32"),
+    "fp8": Encoding("fp8", 8, 128, "f32"),
+    "mxfp4": Encoding("mxfp4", 4, 32, "u8"),
+    "mxfp8": Encoding("mxfp8", 8, 32, "u8"),
+    "nvfp4": Encoding("nvfp4", 4, 16, "u8"),
+    **{f"q{bits}/{group}": Encoding("affine", bits, group, "bf16") for bits in AFFINE_BITS for group in (32, 64, 128)},
 }
 Row = dict[str, Any]
 
@@ -121,11 +123,13 @@ def random_parts(encoding: Encoding, rows: int, cols: int) -> list[np.ndarray]:
         "bf16": np.full(1, 0x3C00, np.uint16),
         "f16": np.full(1, 0x2400, np.uint16),
         "f32": np.full(1, 0.01, np.float32),
+        "u8": np.full(1, 118 if encoding.kind != "nvfp4" else 24, np.uint8),
     }
     sizes = encoding.part_bytes(rows, cols)
-    kinds = (encoding.kind,) if not encoding.group_size else ("codes", encoding.scale, encoding.scale)
+    kinds = ("codes", encoding.scale, encoding.scale)[: len(sizes)] if encoding.group_size else (encoding.kind,)
+    codes = 0x77 if encoding.kind in ("fp8", "mxfp8") else 0xFF
     return [
-        rng.integers(0, 256, size, np.uint8) if kind == "codes" else np.resize(ones[kind].view(np.uint8), size)
+        rng.integers(0, 256, size, np.uint8) & codes if kind == "codes" else np.resize(ones[kind].view(np.uint8), size)
         for kind, size in zip(kinds, sizes, strict=True)
     ]
 
@@ -178,7 +182,7 @@ def bench_experts(team: ThreadTeam, encoding: Encoding, num_tokens: int, repetit
     slabs[:, : shape.down_offset] = np.tile(pack_matrix(encoding, WIDTH, HIDDEN), 2)
     slabs[:, shape.down_offset : shape.nbytes] = pack_matrix(encoding, HIDDEN, WIDTH)
     addresses = slabs.ctypes.data + shape.slab_bytes * np.arange(num_experts, dtype=np.int64)
-    stage, rng = ExpertStage(team, shape, num_tokens, TOP_K), np.random.default_rng(2)
+    stage, rng = ExpertStage(team, shape, num_experts, num_tokens, TOP_K), np.random.default_rng(2)
     x = rng.standard_normal((num_tokens, HIDDEN)).astype(np.float32)
     weights, out, step = np.full((num_tokens, TOP_K), 0.125, np.float32), np.empty_like(x), 0
 

@@ -13,7 +13,6 @@ next step works.
 import contextlib
 import time
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colibri_mp.checkpoint.experts import ExpertLayer
-from colibri_mp.config import Verify
+from colibri_mp.config import BackendName, Verify
 from colibri_mp.errors import ProtocolError, ReadError
-from colibri_mp.kernels.expert import BoundStep, ExpertStage
-from colibri_mp.kernels.layout import ExpertShape, pack
+from colibri_mp.kernels.layout import pack
 from colibri_mp.kernels.team import ThreadTeam
 from colibri_mp.messages import Frame, PoolEvent, PoolReport, StepBuffers, StepCounters, Wish, route_head
 from colibri_mp.shm.layout import LayerSlots
@@ -36,6 +34,7 @@ from colibri_mp.workers.background import Background
 from colibri_mp.workers.copies import Copy, ExpertCopies
 from colibri_mp.workers.expert_reader import ExpertReader
 from colibri_mp.workers.slab_audit import SlabAudit
+from colibri_mp.workers.stages import MAKERS, BoundStep, ExpertLimits, Stage
 from colibri_mp.workers.streamer import Landed, Streamer
 
 Floats = NDArray[np.float32]
@@ -62,6 +61,8 @@ class WorkerConfig:
     staging: int = 0
     advises: bool = False
     eviction: Eviction = DEFAULT_EVICTION
+    backend: BackendName = "cpu"
+    device_bytes: int = 0
 
     @property
     def takes_hints(self) -> bool:
@@ -376,7 +377,7 @@ class Worker:
             self._audit.check(held.layer, held.hits, [self._pool.slab_view(slot) for slot in held.hit_slots])
         return held
 
-    def _run_round(self, stage: ExpertStage, held: Held, tally: _Tally) -> None:
+    def _run_round(self, stage: Stage, held: Held, tally: _Tally) -> None:
         self._compute(stage, held.hits, held.hit_slots, tally)
         self._compute_as_they_land(stage, held, tally)
 
@@ -388,7 +389,7 @@ class Worker:
             self._reads[slot] = generation
             self._streamer.submit(held.layer, expert, self._pool.slab_view(slot), slot)
 
-    def _compute_as_they_land(self, stage: ExpertStage, held: Held, tally: _Tally) -> None:
+    def _compute_as_they_land(self, stage: Stage, held: Held, tally: _Tally) -> None:
         """Wait for every read of the round. After an error nothing more is computed, but all reads are waited for."""
         awaited = dict(zip(held.miss_slots + held.pending_slots, held.misses + held.pending, strict=True))
         error: Exception | None = None
@@ -431,24 +432,17 @@ class Worker:
         before, self._told_busy_s = self._told_busy_s, self._streamer.busy_s()
         return self._told_busy_s - before
 
-    def _compute(self, stage: ExpertStage, experts: list[int], slots: list[int], tally: _Tally) -> None:
+    def _compute(self, stage: Stage, experts: list[int], slots: list[int], tally: _Tally) -> None:
         if experts:
             with tally.compute:
                 stage.compute(np.array(experts, np.int32), self._pool.addresses[slots])
 
     # ── start and checks ───────────────────────────────────────────────────────────────────────────────────
 
-    def _make_stages(self) -> dict[int, ExpertStage]:
-        """The stage of each layer; layers of one shape share one, buffers included."""
+    def _make_stages(self) -> dict[int, Stage]:
         config = self.config
-        most: Counter[ExpertShape] = Counter()
-        for layer in config.expert_layers:
-            most[layer.shape] = max(most[layer.shape], layer.num_experts)
-        by_shape = {
-            shape: ExpertStage(self._team, shape, num_experts, config.max_tokens, config.top_k, config.planes)
-            for shape, num_experts in most.items()
-        }
-        return {layer.layer: by_shape[layer.shape] for layer in config.expert_layers}
+        limits = ExpertLimits(config.max_tokens, config.top_k, config.planes, config.device_bytes)
+        return MAKERS[config.backend](self._team, config.expert_layers, limits)
 
     def _check_arrays(self, layer: int, x: Floats, ids: Ints, weights: Floats, out: Floats) -> None:
         if layer not in self._layers:

@@ -35,7 +35,7 @@ def quantise_rows(matrix: MatrixRows, parts: Sequence[Bytes], out: Bytes) -> Non
     step = _step_rows(cols)
     for first in range(0, matrix.rows, step):
         num_rows = min(step, matrix.rows - first)
-        some = [part.reshape(matrix.rows, -1)[first : first + num_rows].reshape(-1) for part in parts]
+        some = matrix.encoding.take_rows(parts, cols, first, num_rows)
         start = packed_bytes(target, first, cols)
         cost = recode_rows(recoding, num_rows, cols, some, out[start : start + packed_bytes(target, num_rows, cols)])
         if cost is not None and not math.isfinite(cost.squared_weights):

@@ -6,7 +6,8 @@
 
 A small expert is one task, and one read where its pieces lie together; a large one is spread over the I/O threads, so
 that a single miss already keeps the disk busy and scratch memory stays small. Rows are cut in multiples of 16, the row
-block of the packed layout, whose blocks follow each other: a task packs into a part of the slab of its own.
+block of the packed layout, whose blocks follow each other: a task packs into a part of the slab of its own. Where rows share
+scales (fp8), they are cut at multiples of so many.
 
 A packed layer needs none of this: its slabs lie in the file as they are to lie in memory, on multiples of 4096. Only very
 large ones are cut, into equal parts, so that several threads share them.
@@ -189,21 +190,22 @@ def _biases(layer: ExpertLayer, shape: ExpertShape) -> tuple[BiasRows, ...]:
 
 
 def _rows_per_task(encoding: Encoding, rows: int, cols: int, step: int) -> int:
-    """Rows of about TASK_BYTES, with what lies between them, a multiple of 16, such that the tasks of a matrix are about equal."""
+    """Rows of about TASK_BYTES, with what lies between them, whole row blocks, such that the tasks of a matrix are about equal."""
+    block = max(ROW_BLOCK, encoding.row_tile)
     num_tasks = -(-step * sum(encoding.part_bytes(rows, cols)) // TASK_BYTES)
-    return -(-rows // (num_tasks * ROW_BLOCK)) * ROW_BLOCK
+    return -(-rows // (num_tasks * block)) * block
 
 
 def _rows(whole: _Projection, start: int, num_rows: int) -> MatrixRows:
     """Rows `start ... start + num_rows` of a projection."""
-    encoding, target, rows, cols, slab_offset, source = whole
-    one_row = [source.step * nbytes // rows for nbytes in encoding.part_bytes(rows, cols)]
+    encoding, target, _, cols, slab_offset, source = whole
+    starts, sizes = (encoding.part_bytes(source.step * count, cols) for count in (start, num_rows))
     return MatrixRows(
         encoding,
         target,
         num_rows,
         cols,
-        tuple(Slice(source.first_piece + i, start * nbytes, num_rows * nbytes) for i, nbytes in enumerate(one_row)),
+        tuple(Slice(source.first_piece + i, *place) for i, place in enumerate(zip(starts, sizes, strict=True))),
         slab_offset + packed_bytes(target.format, start, cols),
         packed_bytes(target.format, num_rows, cols),
         source,

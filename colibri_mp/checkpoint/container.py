@@ -247,7 +247,7 @@ def _metadata(path: Path, header: Header, kind: type[_Metadata]) -> _Metadata:
 
 def _check_versions(where: str, stated: object) -> None:
     """Refuse other versions before anything else is looked at: what they say may be of another form."""
-    from colibri_mp.kernels.layout import LAYOUT_VERSION
+    from colibri_mp.kernels.layout import LAYOUT_VERSION, READABLE_LAYOUTS
 
     fields = stated if isinstance(stated, dict) else {}
     if (version := fields.get("version")) != CONTAINER_VERSION:
@@ -255,7 +255,7 @@ def _check_versions(where: str, stated: object) -> None:
             f"{where}: is a container of version {version!r}, this program reads version {CONTAINER_VERSION}: "
             f"use the program that wrote it, or {_CURE}"
         )
-    if (layout := fields.get("layout", LAYOUT_VERSION)) != LAYOUT_VERSION:
+    if (layout := fields.get("layout", LAYOUT_VERSION)) not in READABLE_LAYOUTS:
         raise CheckpointError(
             f"{where}: experts are in the layout {layout!r}, the kernels of this program read {LAYOUT_VERSION!r}: {_CURE}"
         )

@@ -1,7 +1,8 @@
 """One layer's routed experts, in any published layout, as tables of offsets that a worker can read from.
 
     per expert   <block>.experts.N.{gate,up,down}_proj.weight [rows, cols] (mixtral: w1 gate, w3 up, w2 down)
-    fused        <block>.experts.gate_up_proj [E, 2F, D] (rows: gate, then up), .down_proj [E, D, F]; no ".weight"
+    fused        <block>.experts.gate_up_proj [E, 2F, D] (rows: gate, then up), .down_proj [E, D, F]; no ".weight"; in fp8 with
+                 .gate_up_proj_scale_inv and .down_proj_scale_inv
     stacked      <block>.switch_mlp.{gate,up,down}_proj.{weight,scales,biases} [E, rows, ...], as MLX writes
     shared       gpt_oss's gate_up_proj, with biases: see `shared_pieces`
     packed       a container's slabs [E, slab_bytes], in the layout that the kernels read (`container`)
@@ -218,7 +219,7 @@ def stacked_projection(table: TensorTable, path: str, projection: str, dims: Exp
 
 
 def slices(stacks: Sequence[TensorInfo], num_experts: int) -> list[tuple[Piece, ...]]:
-    """The pieces of each expert in tensors [E, ...]."""
+    """The pieces of each expert in tensors [E, ...]; of each half of an expert with 2 E."""
     sizes = [stack.nbytes // num_experts for stack in stacks]
     return [
         tuple(Piece(stack.file_idx, stack.offset + e * size, size) for stack, size in zip(stacks, sizes, strict=True))
@@ -230,16 +231,18 @@ def _fused(table: TensorTable, path: str, dims: ExpertDims) -> dict[str, Project
     experts, hidden, width = dims.num_experts, dims.hidden, dims.width
     both = Shape((experts, 2 * width, hidden), f"experts, 2 * {dims.width_field}, hidden_size")
     single = Shape((experts, hidden, width), f"experts, hidden_size, {dims.width_field}")
-    up_encoding, gate_up = table.plain(f"{path}.gate_up_proj", both)
-    down_encoding, down = table.plain(f"{path}.down_proj", single)
-    size = gate_up.nbytes // (2 * experts)
-    halves = [Piece(gate_up.file_idx, gate_up.offset + i * size, size) for i in range(2 * experts)]
-    size = down.nbytes // experts
-    downs = [Piece(down.file_idx, down.offset + e * size, size) for e in range(experts)]
+    encoding, gate_up = table.bare(f"{path}.gate_up_proj", both)
+    down_encoding, down = table.bare(f"{path}.down_proj", single)
+    if width % encoding.row_tile:
+        raise CheckpointError(
+            f"{path}.gate_up_proj: {encoding.describe()}, of which one has rows of gate and of up: {dims.width_field} = {width} is no "
+            f"multiple of {encoding.row_tile}; use a checkpoint with one tensor for each expert"
+        )
+    halves = slices(gate_up, 2 * experts)
     return {
-        "gate": (up_encoding, [(piece,) for piece in halves[0::2]]),
-        "up": (up_encoding, [(piece,) for piece in halves[1::2]]),
-        "down": (down_encoding, [(piece,) for piece in downs]),
+        "gate": (encoding, halves[0::2]),
+        "up": (encoding, halves[1::2]),
+        "down": (down_encoding, slices(down, experts)),
     }
 
 

@@ -17,6 +17,7 @@ _FLOAT_MODES = {
     "mxfp4": Encoding("mxfp4", 4, 32, "u8"),
     "mxfp8": Encoding("mxfp8", 8, 32, "u8"),
     "nvfp4": Encoding("nvfp4", 4, 16, "u8"),
+    "fp8": Encoding("fp8", 8, 128, "f32"),
 }
 STORED_BITS = (*map(str, AFFINE_BITS), *_FLOAT_MODES)
 """What matrices may be invented in: affine bits, 16 for bf16, or the name of a format."""
@@ -79,10 +80,15 @@ class InventedTable(TensorTable):
 
     def parts(self, path: str, shape: Shape) -> tuple[Encoding, tuple[TensorInfo, ...]]:
         """The matrix or stack `path`, quantised as the options say."""
-        *lead, cols = shape.dims
+        *lead, rows, cols = shape.dims
         encoding = self._stored.encoding(path, cols)
         if not encoding.group_size:
             return encoding, (self._invent(f"{path}.weight", "BF16", shape.dims),)
+        if encoding.kind == "fp8":
+            codes = self._invent(f"{path}.weight", "F8_E4M3", shape.dims)
+            tiles = (*lead, *encoding.groups(rows, cols))
+            return encoding, (codes, self._invent(f"{path}.{encoding.parts[1]}", "F32", tiles))
+        lead = [*lead, rows]
         codes = self._invent(f"{path}.weight", "U32", (*lead, cols * encoding.bits // 32))
         groups = (*lead, cols // encoding.group_size)
         dtype = "U8" if encoding.scale == "u8" else "BF16"

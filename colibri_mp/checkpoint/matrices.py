@@ -1,7 +1,8 @@
 """Matrices of a checkpoint by module path: shape, encoding and the pieces of files that hold it.
 
 A matrix `path` [rows, cols] is stored as the tensor `<path>.weight`, with `<path>.scales` and `<path>.biases` if it is
-quantised (not to be confused with `<path>.bias`, the addend of a linear layer). A stack of matrices has leading dims.
+quantised (not to be confused with `<path>.bias`, the addend of a linear layer), or with `<path>.weight_scale_inv` in fp8.
+A stack of matrices has leading dims.
 Shapes are held against what the config asks for; a difference is an error that names both. Encodings: `quantisation`.
 """
 
@@ -10,10 +11,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from colibri_mp.checkpoint.container import PackedLayer
-from colibri_mp.checkpoint.quantisation import Quantisation, grouped_encoding, plain_encoding
+from colibri_mp.checkpoint.quantisation import Quantisation, fp8_encoding, grouped_encoding, plain_encoding
 from colibri_mp.checkpoint.safetensors_header import TensorInfo
 from colibri_mp.errors import CheckpointError
-from colibri_mp.formats import Encoding
+from colibri_mp.formats import TILE, Encoding
 
 VECTOR_DTYPES = ("BF16", "F16", "F32")
 
@@ -98,10 +99,13 @@ class TensorTable:
 
     def parts(self, path: str, shape: Shape) -> tuple[Encoding, tuple[TensorInfo, ...]]:
         """Encoding of the matrix or stack `path` [..., rows, cols], and its tensors in the order of the encoding."""
-        *lead, cols = shape.dims
+        cols = shape.dims[-1]
         encoding = self._encoding(path, cols)
         if not encoding.group_size:
             return encoding, (self.tensor(f"{path}.weight", shape),)
+        if encoding.kind == "fp8":
+            return encoding, self._tiled(f"{path}.weight", f"{path}.{encoding.parts[1]}", encoding, shape)
+        *lead, _ = shape.dims
         words = Shape((*lead, cols * encoding.bits // 32), f"{shape.meaning} in {encoding.bits}-bit codes")
         groups = Shape((*lead, cols // encoding.group_size), f"{shape.meaning} in groups of {encoding.group_size}")
         weight = self.tensor(f"{path}.weight", words)
@@ -112,6 +116,15 @@ class TensorTable:
         info = self.tensor(name, shape)
         return plain_encoding(info), info
 
+    def bare(self, name: str, shape: Shape) -> tuple[Encoding, tuple[TensorInfo, ...]]:
+        """Encoding and tensors of a matrix or stack under its bare `name`: plain, or fp8 with `<name>_scale_inv`."""
+        scales = self.tensors.get(f"{name}_scale_inv")
+        if scales is None:
+            plain, info = self.plain(name, shape)
+            return plain, (info,)
+        encoding = fp8_encoding(self._get(name), scales, shape.dims[-1])
+        return encoding, self._tiled(name, scales.name, encoding, shape)
+
     def leave_out(self, prefix: str) -> None:
         """Count the tensors of a part of the checkpoint that the model does not need as used."""
         self.used.update(name for name in self.tensors if name.startswith(prefix))
@@ -119,6 +132,11 @@ class TensorTable:
     def unused(self) -> list[str]:
         """Names of the tensors that nothing has asked for, in the order of the files."""
         return [name for name in self.tensors if name not in self.used]
+
+    def _tiled(self, weight: str, scales: str, encoding: Encoding, shape: Shape) -> tuple[TensorInfo, TensorInfo]:
+        *lead, rows, cols = shape.dims
+        tiles = Shape((*lead, *encoding.groups(rows, cols)), f"{shape.meaning} in tiles of {TILE} x {TILE}, rounded up")
+        return self.tensor(weight, shape), self.tensor(scales, tiles)
 
     def _encoding(self, path: str, cols: int) -> Encoding:
         weight, scales = self._get(f"{path}.weight"), self.tensors.get(f"{path}.scales")
@@ -130,6 +148,8 @@ class TensorTable:
         if scales is not None:
             biases = self.tensors.get(f"{path}.biases")
             return grouped_encoding(path, cols, weight, scales, biases, self.quantisation)
+        if (tiled := self.tensors.get(f"{path}.weight_scale_inv")) is not None:
+            return fp8_encoding(weight, tiled, cols)
         if self.quantisation.overrides.get(path):
             raise CheckpointError(f"config.json says that {path} is quantised, but there is no tensor '{path}.scales'")
         return plain_encoding(weight)
@@ -145,6 +165,6 @@ class TensorTable:
         module = name.rsplit(".", 1)[0] + "."
         near = [other for other in self.tensors if other.startswith(module)]
         hint = f" (there are {', '.join(near[:4])})" if near else ""
-        if any(other.endswith((".qweight", ".weight_packed", ".weight_scale_inv")) for other in near):
+        if any(other.endswith((".qweight", ".weight_packed", ".weight_scale")) for other in near):
             hint += ": a quantisation other than MLX's, which is not supported"
         return f"tensor {name!r}, which config.json calls for, is in none of the checkpoint's files{hint}"

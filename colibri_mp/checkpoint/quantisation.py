@@ -9,9 +9,10 @@ overrides by module path. The rules (mlx_lm/utils.py `load_model`, mlx `nn.quant
   with the number of columns known they give bits and group size without doubt. An override that contradicts them is
   an error
 
-`quant_method` "mxfp4" is gpt_oss's: it says nothing that the names of its tensors do not (`shared_pieces`).
+`quant_method` "mxfp4" is gpt_oss's: it says nothing that the names of its tensors do not (`shared_pieces`). "fp8" is
+DeepSeek's: E4M3 codes, and a scale for each tile of 128 x 128 in `<path>.weight_scale_inv`; a module is so iff it has that tensor.
 
-Other methods (`quantization_config.quant_method`: gptq, awq, fp8, bitsandbytes ...) are refused by name.
+Other methods (`quantization_config.quant_method`: gptq, awq, bitsandbytes ...) are refused by name.
 """
 
 from dataclasses import dataclass, field
@@ -19,12 +20,12 @@ from typing import Any, NamedTuple
 
 from colibri_mp.checkpoint.safetensors_header import TensorInfo
 from colibri_mp.errors import CheckpointError
-from colibri_mp.formats import AFFINE_BITS, AFFINE_GROUP_SIZES, Encoding, EncodingKind
+from colibri_mp.formats import AFFINE_BITS, AFFINE_GROUP_SIZES, FP8_COLUMNS, TILE, Encoding, EncodingKind
 
 SUPPORTED = (
     "plain bf16, f16 and f32; MLX affine with "
     f"{', '.join(map(str, AFFINE_BITS))} bits in groups of {', '.join(map(str, AFFINE_GROUP_SIZES))}; "
-    "MLX mxfp4, mxfp8 and nvfp4"
+    f"MLX mxfp4, mxfp8 and nvfp4; fp8 (E4M3) in tiles of {TILE} x {TILE}"
 )
 _ELEMENT_KINDS: dict[str, EncodingKind] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
 _FLOAT_MODES: dict[tuple[int, int], EncodingKind] = {(4, 32): "mxfp4", (4, 16): "nvfp4", (8, 32): "mxfp8"}
@@ -64,6 +65,9 @@ def read_quantisation(config: dict[str, Any]) -> Quantisation:
         raise CheckpointError(f"config.json: quantization must be an object, not {stated!r}")
     if stated.get("quant_method") == "mxfp4":
         return Quantisation()
+    if stated.get("quant_method") == "fp8":
+        _check_fp8(stated)
+        return Quantisation()
     if "quant_method" in stated:
         raise CheckpointError(
             f"config.json: quantisation method {stated['quant_method']!r} is not supported; supported are {SUPPORTED}. "
@@ -76,6 +80,15 @@ def read_quantisation(config: dict[str, Any]) -> Quantisation:
         elif value is False:
             overrides[path] = None
     return Quantisation(_settings("the whole model", stated), overrides)
+
+
+def _check_fp8(stated: dict[str, Any]) -> None:
+    found = stated.get("fmt", "e4m3"), stated.get("weight_block_size")
+    if found != ("e4m3", [TILE, TILE]):
+        raise CheckpointError(
+            f"config.json: fp8 with fmt {found[0]!r} and weight_block_size {found[1]} is not supported; supported is e4m3 with "
+            f"[{TILE}, {TILE}]. Use another checkpoint of this model"
+        )
 
 
 def _settings(path: str, stated: dict[str, Any]) -> Settings:
@@ -141,6 +154,17 @@ def _encoding(path: str, bits: int, group_size: int, scales: TensorInfo, biases:
             f"supported; supported are {SUPPORTED}"
         )
     return Encoding("affine", bits, group_size, scale)
+
+
+def fp8_encoding(weight: TensorInfo, scales: TensorInfo, cols: int) -> Encoding:
+    """The encoding of an E4M3 matrix, or a stack of them, with scales for its tiles. Raises `CheckpointError`."""
+    scale = _ELEMENT_KINDS.get(scales.dtype)
+    if weight.dtype != "F8_E4M3" or scale not in ("bf16", "f32") or cols % FP8_COLUMNS:
+        raise CheckpointError(
+            f"{weight.name}: {weight.dtype} with {cols} columns and scales {scales.name!r} of {scales.dtype} is not supported; fp8 is "
+            f"F8_E4M3 with scales of F32 or BF16 and a multiple of {FP8_COLUMNS} columns"
+        )
+    return Encoding("fp8", 8, TILE, scale)
 
 
 def _describe(settings: Settings | None) -> str:

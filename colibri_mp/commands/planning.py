@@ -10,7 +10,7 @@ from colibri_mp.config import LaunchConfig, parse_size
 from colibri_mp.errors import ConfigError
 
 _CONFIG_ONLY = (
-    ("--bits", "BITS", "routed experts are stored in 2, 3, 4, 5, 6 or 8 bits, 16 (bf16), mxfp4, mxfp8 or nvfp4 (default: 4)"),
+    ("--bits", "BITS", "routed experts are stored in 2, 3, 4, 5, 6 or 8 bits, 16 (bf16), mxfp4, mxfp8, nvfp4 or fp8 (default: 4)"),
     ("--resident-bits", "BITS", "and attention, shared experts and dense blocks (default: as --bits)"),
     ("--end-bits", "BITS", "and embedding and head (default: 8)"),
     ("--group-size", "N", "weights that share a scale: 32, 64 or 128 (default: 64)"),

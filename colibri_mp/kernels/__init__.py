@@ -5,7 +5,7 @@
     emit         LLVM vectors for authors of intrinsics;  `vectors`: the same as values inside compiled code
     layout       the packed form of a weight matrix (`PackedMatrix`), of an expert (`ExpertShape`)
     team         threads that run one compiled stage together
-    tiles        16 rows x a few tokens, for each format and instruction set;  `activations`: what they read
+    tiles        16 rows x a few tokens, by format and instruction set, out of `group_dots` and `codes`;  `activations`: what they read
     linear       matrix products from tiles;  `expert`: SwiGLU experts;  `attention`, `router`, `norm`, `rope`
     reference    plain numpy of each
     warming      compiles what a model needs before processes are spawned

@@ -5,7 +5,7 @@
     grouped formats    for each group: planes x group bytes, then float32 scale, float32 sum of x
                        unit u of 4 bytes of plane p at 4 * (u * P + p); unit 2i holds columns 8i+0,2,4,6, unit 2i+1 8i+1,3,5,7
     the same, generic  for each group: float32 x, an unused float32, float32 sum of x
-    dense formats      float32 x, padded to a multiple of 8 with zeros
+    dense and fp8      float32 x, padded to a multiple of 8 with zeros
 
 The form depends on the group size and the number of planes only: matrices of equal `form` share prepared rows (q4 and q8, any scale type).
 
@@ -26,7 +26,7 @@ from colibri_mp.formats import Format
 from colibri_mp.kernels import emit
 from colibri_mp.kernels.emit import F32, I8, I32, I64, V16F, V16I, constant, load, offset, splat, vector
 from colibri_mp.kernels.jit import Native, operation
-from colibri_mp.kernels.layout import DENSE_STEP
+from colibri_mp.kernels.layout import DENSE_STEP, uses_groups
 from colibri_mp.kernels.tiles import USES_PLANES, group_record_bytes
 
 LARGEST = {1: 127.0, 2: 127.0 * 257, 3: 127.0 * 65793}
@@ -35,13 +35,13 @@ SMALLEST_SCALE = 1e-30
 
 
 def form(matrix_format: Format) -> int:
-    """Matrices of equal form (and equal number of planes and columns) share prepared rows: the group size, 0 for dense."""
-    return matrix_format.group_size
+    """Matrices of equal form (and equal number of planes and columns) share prepared rows: the group size, 0 for dense and fp8."""
+    return matrix_format.group_size if uses_groups(matrix_format) else 0
 
 
 def prepared_bytes(matrix_format: Format, cols: int, planes: int) -> int:
     """Bytes of one token's prepared row, a multiple of 64."""
-    group = matrix_format.group_size
+    group = form(matrix_format)
     used = cols // group * group_record_bytes(group, planes) if group else -(-cols // DENSE_STEP) * DENSE_STEP * 4
     return -(-used // 64) * 64
 
@@ -151,4 +151,4 @@ def _prepare_kernel(group_size: int, planes: int) -> Native:
 
 def prepare_kernel(matrix_format: Format, planes: int) -> Native:
     """The function that prepares one row of activations for a format."""
-    return _prepare_kernel(form(matrix_format), planes if matrix_format.group_size and USES_PLANES else 0)
+    return _prepare_kernel(form(matrix_format), planes if uses_groups(matrix_format) and USES_PLANES else 0)

@@ -54,7 +54,7 @@ class _Sizes:
 
     def __init__(self, shape: ExpertShape, max_tokens: int, top_k: int, planes: int) -> None:
         self.max_tokens, self.rows = max_tokens, max_tokens * top_k
-        self.chunk_columns = max(COLUMNS_PER_CHUNK, shape.down.group_size)
+        self.chunk_columns = max(COLUMNS_PER_CHUNK, activations.form(shape.down))
         self.for_gate = activations.prepared_bytes(shape.gate, shape.hidden, planes)
         self.for_up = activations.prepared_bytes(shape.up, shape.hidden, planes)
         self.inputs_shared = activations.form(shape.gate) == activations.form(shape.up)

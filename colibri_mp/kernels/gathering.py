@@ -6,11 +6,11 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from colibri_mp.kernels import emit, layout
+from colibri_mp.kernels import emit, layout, reference
 from colibri_mp.kernels.emit import F32, I16, I32, constant, load
 from colibri_mp.kernels.jit import compiled, operation
 from colibri_mp.kernels.layout import PackedMatrix
-from colibri_mp.kernels.vectors import get_u8
+from colibri_mp.kernels.vectors import get_f32, get_u8
 
 _BF16, _F16, _F32 = 0, 1, 2
 _ELEMENT_KINDS = {"bf16": _BF16, "f16": _F16, "f32": _F32}
@@ -43,37 +43,84 @@ def _gather_dense(block: int, lane: int, kind: int, out: Any) -> None:
 
 
 @compiled
-def _gather_codes(block: int, lane: int, bits: int, group: int, scale_kind: int, out: Any) -> None:
+def _field(words: int, lane: int, unit: int, byte: int, width: int) -> int:
+    """The bits of one code in the words of a part (`layout`)."""
+    units_a_word = 8 // width
+    stored = np.int64(get_u8(words + (unit // units_a_word * 16 + lane) * 4 + byte))
+    return int(stored >> (width * (unit % units_a_word)) & ((1 << width) - 1))
+
+
+@compiled
+def _code(words: int, lane: int, column: int, group: int, widths: Any) -> int:
+    """The code of a column of a group."""
+    unit, byte = 2 * (column // 8) + column % 2, column % 8 // 2
+    code = _field(words, lane, unit, byte, widths[0])
+    if widths[1] > 0:
+        code |= _field(words + 2 * group * widths[0], lane, unit, byte, widths[1]) << widths[0]
+    return code
+
+
+@compiled
+def _gather_codes(block: int, lane: int, widths: Any, group: int, scale_kind: int, out: Any) -> None:
     size = 4 if scale_kind == 2 else 2
-    codes_bytes = group * bits * 2
+    codes_bytes = group * (widths[0] + widths[1]) * 2
     record_bytes = codes_bytes + 32 * size
     for g in range(out.size // group):
         record = block + g * record_bytes
         scale = _get(record + codes_bytes + lane * size, scale_kind)
         bias = _get(record + codes_bytes + (16 + lane) * size, scale_kind)
         for column in range(group):
-            eighth, place = column // 8, column % 8
-            if bits == 4:
-                code = get_u8(record + (eighth * 16 + lane) * 4 + place // 2) >> (4 * (place % 2)) & 15
-            else:
-                code = np.int64(get_u8(record + ((2 * eighth + place % 2) * 16 + lane) * 4 + place // 2))
-            out[g * group + column] = np.float32(code) * scale + bias
+            out[g * group + column] = np.float32(_code(record, lane, column, group, widths)) * scale + bias
 
 
 @compiled
-def _gather(data: int, block_bytes: int, bits: int, group: int, kind: int, row_ids: Any, out: Any) -> None:
+def _gather_floats(block: int, lane: int, values: Any, group: int, scale_values: Any, out: Any) -> None:
+    """FP4 (16 `values`) or FP8; without `scale_values` scales are float32, of whole blocks."""
+    is_fp4 = values.size == 16
+    scales = block + out.size * (8 if is_fp4 else 16)
+    for column in range(out.size):
+        g = column // group
+        if scale_values.size:
+            scale = scale_values[get_u8(scales + 16 * g + lane)]
+        else:
+            scale = get_f32(scales + 4 * g)
+        if is_fp4:
+            code = get_u8(block + (column // 8 * 16 + lane) * 4 + column % 8 // 2) >> (4 * (column % 2)) & 15
+        else:
+            code = np.int64(get_u8(block + (column // 2 * 16 + lane) * 2 + column % 2))
+        out[column] = values[code] * scale
+
+
+@compiled
+def _gather(data: int, block_bytes: int, widths: Any, group: int, kind: int, row_ids: Any, out: Any) -> None:
     for t in range(row_ids.size):
         block, lane = data + row_ids[t] // 16 * block_bytes, row_ids[t] % 16
-        if bits:
-            _gather_codes(block, lane, bits, group, kind, out[t])
+        if group:
+            _gather_codes(block, lane, widths, group, kind, out[t])
         else:
             _gather_dense(block, lane, kind, out[t])
 
 
+@compiled
+def _gather_all_floats(
+    data: int, block_bytes: int, values: Any, group: int, scale_values: Any, row_ids: Any, out: Any
+) -> None:
+    for t in range(row_ids.size):
+        block, lane = data + row_ids[t] // 16 * block_bytes, row_ids[t] % 16
+        _gather_floats(block, lane, values, group, scale_values, out[t])
+
+
+_SCALE_VALUES = {"e8m0": reference.E8M0, "e4m3": reference.E4M3, "tile": reference.E8M0[:0]}
+
+
 def gather(matrix: PackedMatrix, row_ids: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> None:
     """See `layout.gather_rows`."""
-    element = matrix.format.scale or matrix.format.kind
+    kind, group, scale = matrix.format
     ids = np.array(row_ids, np.int32)  # a read-only array, as messages give, would be compiled for anew
-    block_bytes = layout.geometry(matrix.format, matrix.cols).block_bytes
-    bits, group = layout.code_bits(matrix.format), matrix.format.group_size
-    _gather(matrix.data.ctypes.data, block_bytes, bits, group, _ELEMENT_KINDS[element], ids, out)
+    place = matrix.data.ctypes.data, layout.geometry(matrix.format, matrix.cols).block_bytes
+    if kind in ("fp4", "fp8"):
+        values = reference.FP4 if kind == "fp4" else reference.E4M3
+        _gather_all_floats(*place, values, group, _SCALE_VALUES[scale], ids, out)
+        return
+    widths = (*layout.code_parts(layout.code_bits(matrix.format)), 0)[:2] if group else (0, 0)
+    _gather(*place, widths, group, _ELEMENT_KINDS[scale or kind], ids, out)

@@ -2,14 +2,20 @@
 
 A matrix [rows, cols] is cut into blocks of 16 rows (the last one padded with zero rows); in a block a vector lane is a row.
 
-    q4, q8     block = cols / group records;  record = words u32 [group * bits / 32][16] | scales [16] | biases [16]
-               word: q4 the 8 codes of columns 8i..8i+7, low nibble first (as MLX stores them);
-                     q8 the 4 codes of columns 8i+0,2,4,6 (even words) and 8i+1,3,5,7 (odd words)
-               so that the bytes of (word >> 4j) & 0x0f0f0f0f, and of q8 words, meet the same activations (`activations`)
+    q2 ... q8  block = cols / group records;  record = words u32 [group * bits / 32][16] | scales [16] | biases [16]
                value = code * scale + bias
+    fp4        block = words u32 [cols / 8][16], as those of q4 | scales u8 [cols / group][16]
+               value = E2M1[code] * scale
+    fp8        block = codes u8 [cols / 2][16][2] | scales: u8 [cols / group][16], or float32 [cols / 128, rounded up] of the block's tiles
+               value = E4M3[code] * scale
     bf16, f16, f32   block = elements [cols padded to 8 with zeros][16]
 
-All parts of a record start at multiples of 16 bytes, all matrices at multiples of 64.
+*Units*: unit 2i of a group is the codes of columns 8i+0,2,4,6, unit 2i+1 of 8i+1,3,5,7; each code is a byte, and the four bytes of a lane
+meet the same four bytes of activations (`activations`). Words hold units in parts of 8, 4, 2 or 1 bits (`code_parts`): part word w of
+width p holds units w * 8/p + j at bits p * j of each byte. So a q4 word is the codes of columns 8i..8i+7, low nibble first, as MLX stores
+them; a q8 word is a unit; q3 has the low two bits of all units of its group, and then the high bits.
+
+All parts of a record start at multiples of 16 bytes, all blocks of fp4 and fp8 and all matrices at multiples of 64.
 """
 
 from collections.abc import Sequence
@@ -23,8 +29,10 @@ import numpy.typing as npt
 from colibri_mp.formats import ELEMENT_BYTES, Encoding, Format
 from colibri_mp.specs import ClampedSwiGLU
 
-LAYOUT_VERSION = "R16S-1"
+LAYOUT_VERSION = "R16S-2"
 """Names these bytes; containers store it. To change a byte of the packed form is to change this."""
+READABLE_LAYOUTS = ("R16S-1", LAYOUT_VERSION)
+"""R16S-1 differs in what has codes of 2, 3, 5 and 6 bits, of FP4 and of FP8 only, and there in size: that is told by the sizes."""
 BLOCK_ROWS = 16
 DENSE_STEP = 8
 """Columns of a dense matrix are padded to a multiple of this, and computed so many at a time."""
@@ -37,26 +45,48 @@ class Geometry(NamedTuple):
     """Sizes of the packed form for one row length."""
 
     num_steps: int
-    """Records (groups) of a block; for dense formats steps of DENSE_STEP columns."""
+    """Groups of q2 ... q8 and fp4; of fp8 and dense formats steps of 8 columns."""
     step_bytes: int
+    """Bytes from one step to the next: a whole record of q2 ... q8, of fp4 and fp8 the codes alone."""
     block_bytes: int
 
 
+_CODE_BITS: dict[str, int] = {"q2": 2, "q3": 3, "q4": 4, "q5": 5, "q6": 6, "q8": 8, "fp4": 4, "fp8": 8}
+_PARTS: dict[int, tuple[int, ...]] = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
+
+
 def code_bits(matrix_format: Format) -> int:
-    """Bits of a code: 4 or 8; 0 for dense formats."""
-    return {"q4": 4, "q8": 8}.get(matrix_format.kind, 0)
+    """Bits of a code; 0 for dense formats."""
+    return _CODE_BITS.get(matrix_format.kind, 0)
+
+
+def code_parts(bits: int) -> tuple[int, ...]:
+    """Widths of the parts in which words hold codes of so many bits, low bits first."""
+    return _PARTS[bits]
+
+
+def uses_groups(matrix_format: Format) -> bool:
+    """Whether products are made of integer codes, group by group (q2 ... q8, fp4); otherwise of floats."""
+    return matrix_format.group_size > 0 and matrix_format.kind != "fp8"
 
 
 def geometry(matrix_format: Format, cols: int) -> Geometry:
-    """Sizes of a block. Raises ValueError when grouped columns do not divide into groups."""
-    bits, group = code_bits(matrix_format), matrix_format.group_size
+    """Sizes of a block. Raises ValueError when grouped columns do not divide into groups, or those of fp8 into steps."""
+    kind, group, scale = matrix_format
+    bits = code_bits(matrix_format)
     if not bits:
-        steps, step_bytes = -(-cols // DENSE_STEP), DENSE_STEP * BLOCK_ROWS * ELEMENT_BYTES[matrix_format.kind]
-    elif cols % group:
-        raise ValueError(f"{cols} columns do not divide into groups of {group}")
-    else:
-        steps, step_bytes = cols // group, BLOCK_ROWS * (group * bits // 8 + 2 * ELEMENT_BYTES[matrix_format.scale])
-    return Geometry(steps, step_bytes, steps * step_bytes)
+        steps, step_bytes = -(-cols // DENSE_STEP), DENSE_STEP * BLOCK_ROWS * ELEMENT_BYTES[kind]
+        return Geometry(steps, step_bytes, steps * step_bytes)
+    unit = DENSE_STEP if scale == "tile" else group
+    if cols % unit:
+        raise ValueError(f"{cols} columns do not divide into groups of {unit}")
+    codes = cols * BLOCK_ROWS * bits // 8
+    if kind in ("fp4", "fp8"):
+        scales = 4 * -(-cols // group) if scale == "tile" else BLOCK_ROWS * (cols // group)
+        steps = cols // (group if kind == "fp4" else DENSE_STEP)
+        return Geometry(steps, codes // steps, -(-(codes + scales) // 64) * 64)
+    step_bytes = BLOCK_ROWS * (group * bits // 8 + 2 * ELEMENT_BYTES[scale])
+    return Geometry(cols // group, step_bytes, cols // group * step_bytes)
 
 
 def num_blocks(rows: int) -> int:

@@ -1,8 +1,8 @@
 """Stored matrices -> packed matrices (`layout`), compiled, exact, without the GIL. Used through `layout.pack`.
 
 Everything is a transposition of 16 rows: a tile of 16 rows x 16 words (64 bytes of each row) becomes 16 vectors, one word of every
-row each, which are then dealt out to the records. What is not stored as the packed form wants it (codes of 2, 3, 5, 6 bits, FP4, FP8,
-their scales) is first rewritten for 16 rows in a scratch buffer.
+row each, which are then dealt out to the records. Codes of 2, 3, 5 and 6 bits are first widened to bytes for 16 rows in a scratch buffer,
+transposed there, and made narrow again. Scales of FP4 and FP8, few bytes, go one by one.
 """
 
 from collections.abc import Sequence
@@ -13,17 +13,16 @@ import numpy.typing as npt
 from numba import types
 
 from colibri_mp.formats import ELEMENT_BYTES, Encoding
-from colibri_mp.kernels import emit, layout, reference
+from colibri_mp.kernels import emit, layout
 from colibri_mp.kernels.emit import I16, V16I, constant, load, offset, vector
 from colibri_mp.kernels.jit import Native, compiled, fixed, operation
-from colibri_mp.kernels.vectors import call_native3, copy_bytes, get_u8, get_u64, set_f32, set_u64
+from colibri_mp.kernels.vectors import call_native3, copy_bytes, get_f32, get_u8, get_u64, set_f32, set_u8, set_u64
 
 WORDS, CODES, HALVES = 0, 1, 2
 """What a word holds: itself | four 8-bit codes, to be put in the order of `layout` | two 16-bit elements, to be separated."""
 _TILE_BYTES = 2048
 """Scratch of `_transpose_block`: 16 vectors, then 16 padded rows of 64 bytes."""
-_NO_TABLE = np.zeros(0, np.uint8)
-_ONE, _FOUR, _ANY = fixed(1), fixed(4), fixed(0)
+_ONE, _ANY = fixed(1), fixed(0)
 
 
 def _transpose(builder: Any, rows: list[Any]) -> list[Any]:
@@ -185,10 +184,8 @@ def _spread(fields: Any, bits: Any) -> Any:
 
 
 @compiled
-def _widen_rows(
-    source: int, end: int, row_bytes: int, num_rows: int, cols: int, bits: int, table: Any, target: int
-) -> None:
-    """Codes of `bits` bits of some rows -> bytes, through `table` (uint8 [256]; empty: as they are). Reads nothing from `end` on."""
+def _widen_rows(source: int, end: int, row_bytes: int, num_rows: int, cols: int, bits: int, target: int) -> None:
+    """Codes of `bits` bits of some rows -> bytes. Reads nothing from `end` on."""
     wide = np.uint64(bits)
     keep = (np.uint64(1) << np.uint64(8 * bits)) - np.uint64(1)
     for row in range(num_rows):
@@ -200,16 +197,33 @@ def _widen_rows(
                 fields = np.uint64(0)
                 for i in range(bits):
                     fields |= np.uint64(get_u8(at + i)) << np.uint64(8 * i)
-            codes = _spread(fields, wide)
-            if table.size:
-                looked_up = np.uint64(0)
-                for i in range(8):
-                    shift = np.uint64(8 * i)
-                    looked_up |= np.uint64(table[(codes >> shift) & np.uint64(255)]) << shift
-                codes = looked_up
-            set_u64(to, codes)
+            set_u64(to, _spread(fields, wide))
             at += bits
             to += 8
+
+
+@compiled
+def _part_words(units: int, num_units: int, width: int, low: int, target: int) -> None:
+    """Bits [low, low + width) of the codes of some units -> their words (`layout`)."""
+    mask = ((np.uint64(1) << np.uint64(width)) - np.uint64(1)) * np.uint64(0x0101010101010101)
+    down = np.uint64(low)
+    for first in range(0, num_units, 8 // width):
+        for i in range(0, 64, 8):
+            word = np.uint64(0)
+            for unit in range(8 // width):
+                word |= ((get_u64(units + 64 * (first + unit) + i) >> down) & mask) << np.uint64(width * unit)
+            set_u64(target + i, word)
+        target += 64
+
+
+@compiled
+def _narrow(units: int, groups: int, group: int, parts: Any, target: int, record_bytes: int) -> None:
+    """Units of bytes of a block of rows -> the words of its records; parts: widths of one or two parts, 0: there is none."""
+    for g in range(groups):
+        place, source = target + g * record_bytes, units + 16 * group * g
+        _part_words(source, group // 4, parts[0], 0, place)
+        if parts[1] > 0:
+            _part_words(source, group // 4, parts[1], parts[0], place + 2 * group * parts[0])
 
 
 @compiled
@@ -221,23 +235,28 @@ def _pack_affine(
     group: int,
     scale_bytes: int,
     contents: Any,
+    widths: Any,
     target: int,
     record_bytes: int,
     scratch: int,
 ) -> None:
-    """parts: addresses of weight, its end, scales, biases; contents: of words and scales; scratch: _TILE_BYTES, then 16 * cols bytes."""
+    """parts: addresses of weight, its end, scales, biases; contents: of words and scales; scratch: _TILE_BYTES, then 32 * cols bytes."""
     weight, end, scales, biases = parts
     words, factors = contents
     row_bytes, groups = cols * bits // 8, cols // group
-    num_words = group * (4 if bits == 4 else 8) // 32
+    num_words = group * bits // 32
     scale_row = groups * scale_bytes
+    wide = scratch + _TILE_BYTES
+    units = wide + 16 * cols
     for block in range((rows + 15) // 16):
         place, num_rows = target + block * groups * record_bytes, min(16, rows - 16 * block)
-        at, stride = weight + 16 * block * row_bytes, row_bytes
-        if bits not in (4, 8):
-            _widen_rows(at, end, row_bytes, num_rows, cols, bits, _NO_TABLE, scratch + _TILE_BYTES)
-            at, stride = scratch + _TILE_BYTES, cols
-        _transpose_block(at, stride, stride, num_rows, place, words, num_words, record_bytes, scratch)
+        at = weight + 16 * block * row_bytes
+        if bits == 4 or bits == 8:  # noqa: PLR1714  # compiled code has no sets
+            _transpose_block(at, row_bytes, row_bytes, num_rows, place, words, num_words, record_bytes, scratch)
+        else:
+            _widen_rows(at, end, row_bytes, num_rows, cols, bits, wide)
+            _transpose_block(wide, cols, cols, num_rows, units, words, cols // 4, _ANY, scratch)
+            _narrow(units, groups, group, widths, place, record_bytes)
         place, skip = place + num_words * 64, 16 * block * scale_row
         _transpose_block(scales + skip, scale_row, scale_row, num_rows, place, factors, _ONE, record_bytes, scratch)
         place += 16 * scale_bytes
@@ -245,72 +264,51 @@ def _pack_affine(
 
 
 @compiled
-def _pack_fp4(
-    parts: Any,
-    rows: int,
-    cols: int,
-    group: int,
-    values: Any,
-    scale_values: Any,
-    contents: Any,
-    target: int,
-    record_bytes: int,
-    scratch: int,
-) -> None:
-    """FP4 codes -> bytes 2 * value + 12 (`values`); scale = half of `scale_values[stored]`, bias = -12 scale."""
-    weight, end, scales = parts
-    codes, factors = contents
-    row_bytes, groups = cols // 2, cols // group
-    widened = scratch + _TILE_BYTES
-    halves, offsets = widened + 16 * cols, widened + 16 * cols + 64 * groups  # float32 [16, groups] each
-    num_words, row_factors = group // 4, 4 * groups
-    for block in range((rows + 15) // 16):
-        place, num_rows = target + block * groups * record_bytes, min(16, rows - 16 * block)
-        _widen_rows(weight + 16 * block * row_bytes, end, row_bytes, num_rows, cols, _FOUR, values, widened)
-        _transpose_block(widened, cols, cols, num_rows, place, codes, num_words, record_bytes, scratch)
-        for i in range(num_rows * groups):
-            factor = scale_values[get_u8(scales + 16 * block * groups + i)] * np.float32(0.5)
-            set_f32(halves + 4 * i, factor)
-            set_f32(offsets + 4 * i, np.float32(-12.0) * factor)
-        place += num_words * 64
-        _transpose_block(halves, row_factors, row_factors, num_rows, place, factors, _ONE, record_bytes, scratch)
-        _transpose_block(offsets, row_factors, row_factors, num_rows, place + 64, factors, _ONE, record_bytes, scratch)
-
-
-@compiled
-def _decode_fp8(
-    weight: int, scales: int, rows: int, cols: int, group: int, values: Any, scale_values: Any, out: int
-) -> None:
-    groups = cols // group
-    for row in range(rows):
+def _pack_byte_scales(scales: int, groups: int, num_rows: int, target: int) -> None:
+    """Scales u8 [num_rows, groups] -> [groups][16]."""
+    for row in range(16):
         for g in range(groups):
-            scale = scale_values[get_u8(scales + row * groups + g)]
-            for column in range(g * group, g * group + group):
-                set_f32(out + 4 * (row * cols + column), values[get_u8(weight + row * cols + column)] * scale)
+            scale = get_u8(scales + row * groups + g) if row < num_rows else np.uint8(0)
+            set_u8(target + 16 * g + row, scale)
 
 
 @compiled
-def _pack_fp8(
-    parts: Any,
-    rows: int,
-    cols: int,
-    group: int,
-    values: Any,
-    scale_values: Any,
-    content: Any,
-    target: int,
-    block_bytes: int,
-    scratch: int,
+def _pack_tile_scales(scales: int, tiles: int, scale_bytes: int, target: int) -> None:
+    """Scales of one row of tiles, bf16 or float32 -> float32."""
+    for i in range(tiles):
+        if scale_bytes == 4:
+            set_f32(target + 4 * i, get_f32(scales + 4 * i))
+        else:
+            set_u8(target + 4 * i, np.uint8(0))
+            set_u8(target + 4 * i + 1, np.uint8(0))
+            set_u8(target + 4 * i + 2, get_u8(scales + 2 * i))
+            set_u8(target + 4 * i + 3, get_u8(scales + 2 * i + 1))
+
+
+@compiled
+def _pack_floats(
+    parts: Any, rows: int, cols: int, sizes: Any, content: Any, target: int, block_bytes: int, scratch: int
 ) -> None:
+    """FP4 and FP8: the codes of a block, then its scales, then zeros.
+
+    parts: addresses of weight, its end, scales; sizes: bits, groups of a row, bytes of a scale, rows that share it.
+    """
     weight, _, scales = parts
-    decoded = scratch + _TILE_BYTES  # float32 [16, cols]
+    bits, groups, scale_bytes, row_tile = sizes
+    row_bytes = cols * bits // 8
+    vector_bytes = content[1]
+    num_vectors = 16 * row_bytes // vector_bytes
     for block in range((rows + 15) // 16):
-        num_rows = min(16, rows - 16 * block)
-        skip = 16 * block
-        _decode_fp8(
-            weight + skip * cols, scales + skip * (cols // group), num_rows, cols, group, values, scale_values, decoded
-        )
-        _pack_dense(decoded, num_rows, cols, _FOUR, content, target + block * block_bytes, block_bytes, scratch)
+        place, num_rows, first = target + block * block_bytes, min(16, rows - 16 * block), 16 * block
+        at = weight + first * row_bytes
+        for i in range(0, block_bytes - 16 * row_bytes, 8):
+            set_u64(place + 16 * row_bytes + i, np.uint64(0))
+        _transpose_block(at, row_bytes, row_bytes, num_rows, place, content, num_vectors, _ANY, scratch)
+        from_scales = scales + first // row_tile * groups * scale_bytes
+        if row_tile == 1:
+            _pack_byte_scales(from_scales, groups, num_rows, place + 16 * row_bytes)
+        else:
+            _pack_tile_scales(from_scales, groups, scale_bytes, place + 16 * row_bytes)
 
 
 def _addresses(parts: Sequence[npt.NDArray[np.uint8]]) -> tuple[int, ...]:
@@ -322,11 +320,9 @@ def pack_parts(
     encoding: Encoding, rows: int, cols: int, parts: Sequence[npt.NDArray[np.uint8]], out: npt.NDArray[np.uint8]
 ) -> None:
     """See `layout.pack`."""
-    sizes = layout.geometry(encoding.format, cols)
+    sizes, group, bits = layout.geometry(encoding.format, cols), encoding.group_size, encoding.bits
     where, target = _addresses(parts), out.ctypes.data
-    buffer = np.empty(
-        _TILE_BYTES + 16 * cols * 4 + 64, np.uint8
-    )  # widest: float32 rows of mxfp8; FP4: codes and factors of groups of 16
+    buffer = np.empty(_TILE_BYTES + 32 * cols + 64, np.uint8)
     scratch = buffer.ctypes.data + 63 & -64
     match encoding.kind:
         case "bf16" | "f16" | "f32":
@@ -334,15 +330,10 @@ def pack_parts(
             content = _ELEMENTS[element].arguments()
             _pack_dense(where[0], rows, cols, element, content, target, sizes.block_bytes, scratch)
         case "affine":
-            element, group = ELEMENT_BYTES[encoding.scale], encoding.group_size
-            contents = (_WORDS if encoding.bits == 4 else _CODES).arguments(), _ELEMENTS[element].arguments()
-            _pack_affine(where, rows, cols, encoding.bits, group, element, contents, target, sizes.step_bytes, scratch)
-        case "mxfp4" | "nvfp4":
-            values, contents = reference.FP4_CODES, (_CODES.arguments(), _WORDS.arguments())
-            factors = reference.E8M0 if encoding.kind == "mxfp4" else reference.E4M3
-            _pack_fp4(
-                where, rows, cols, encoding.group_size, values, factors, contents, target, sizes.step_bytes, scratch
-            )
-        case "mxfp8":
-            tables, content = (reference.E4M3, reference.E8M0), _WORDS.arguments()
-            _pack_fp8(where, rows, cols, encoding.group_size, *tables, content, target, sizes.block_bytes, scratch)
+            element, widths = ELEMENT_BYTES[encoding.scale], (*layout.code_parts(bits), 0)[:2]
+            contents = (_WORDS if bits == 4 else _CODES).arguments(), _ELEMENTS[element].arguments()
+            _pack_affine(where, rows, cols, bits, group, element, contents, widths, target, sizes.step_bytes, scratch)
+        case "mxfp4" | "nvfp4" | "mxfp8" | "fp8":
+            content = (_WORDS if bits == 4 else _HALVES).arguments()
+            numbers = bits, encoding.groups(rows, cols)[1], ELEMENT_BYTES[encoding.scale], encoding.row_tile
+            _pack_floats(where, rows, cols, numbers, content, target, sizes.block_bytes, scratch)

@@ -19,8 +19,6 @@ Biases = tuple[Floats, Floats, Floats]
 
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 """Values of the 16 codes of E2M1."""
-FP4_CODES = (2 * FP4 + 12).astype(np.uint8)
-"""The integer code of each: value = (code - 12) / 2."""
 E8M0: Floats = np.append(np.exp2(np.arange(255.0) - 127), np.nan).astype(np.float32)
 """Values of the 256 power-of-two scales."""
 
@@ -60,39 +58,78 @@ def dequantise(encoding: Encoding, rows: int, cols: int, parts: Sequence[Bytes])
     """The values [rows, cols] of a stored matrix, float32. Affine: the product rounded, then the sum."""
     if not encoding.group_size:
         return elements(parts[0], encoding.kind).reshape(rows, cols)
-    codes = stored_codes(parts[0], rows, cols, encoding.bits).reshape(rows, -1, encoding.group_size)
-    shape = (rows, cols // encoding.group_size, 1)
+    codes = stored_codes(parts[0], rows, cols, encoding.bits)
     if encoding.kind == "affine":
-        scales, biases = (elements(part, encoding.scale).reshape(shape) for part in parts[1:])
-        return (codes.astype(np.float32) * scales + biases).reshape(rows, cols)
-    values = E4M3 if encoding.kind == "mxfp8" else FP4
-    factors = E4M3 if encoding.kind == "nvfp4" else E8M0
-    return (values[codes] * factors[parts[1]].reshape(shape)).reshape(rows, cols)
+        scales, biases = (_by_column(encoding, rows, cols, elements(part, encoding.scale)) for part in parts[1:])
+        return codes.astype(np.float32) * scales + biases
+    values = FP4 if encoding.bits == 4 else E4M3
+    return values[codes] * _by_column(encoding, rows, cols, _stored_scales(encoding, parts[1]))
+
+
+def _stored_scales(encoding: Encoding, part: Bytes) -> Floats:
+    if encoding.scale == "u8":
+        return (E4M3 if encoding.kind == "nvfp4" else E8M0)[part]
+    return elements(part, encoding.scale)
+
+
+def _by_column(encoding: Encoding, rows: int, cols: int, scales: Floats) -> Floats:
+    """What each value of a matrix [rows, cols] is scaled with."""
+    across = scales.reshape(encoding.groups(rows, cols)).repeat(encoding.group_size, axis=1)[:, :cols]
+    return across.repeat(encoding.row_tile, axis=0)[:rows]
 
 
 def unpack(matrix_format: Format, rows: int, cols: int, packed: Bytes) -> Floats:
     """The values [rows, cols] of a packed matrix, float32; the inverse of `layout.pack` followed by `dequantise`."""
-    sizes, bits = layout.geometry(matrix_format, cols), layout.code_bits(matrix_format)
-    blocks = packed.reshape(layout.num_blocks(rows), sizes.num_steps, sizes.step_bytes)
-    if not bits:
+    sizes, group = layout.geometry(matrix_format, cols), matrix_format.group_size
+    blocks = packed.reshape(layout.num_blocks(rows), sizes.block_bytes)
+    steps = blocks[:, : sizes.num_steps * sizes.step_bytes].reshape(len(blocks), sizes.num_steps, -1)
+    if not group:
         by_column = elements(blocks.reshape(-1), matrix_format.kind).reshape(len(blocks), -1, layout.BLOCK_ROWS)
         return np.ascontiguousarray(by_column.transpose(0, 2, 1)).reshape(-1, by_column.shape[1])[:rows, :cols]
-    codes_end = layout.BLOCK_ROWS * matrix_format.group_size * bits // 8
-    codes = _unpack_codes(blocks[:, :, :codes_end], bits)  # [block, group, row, column]
-    factors = elements(blocks[:, :, codes_end:].reshape(-1), matrix_format.scale).reshape(
-        *blocks.shape[:2], 2, layout.BLOCK_ROWS, 1
+    if matrix_format.kind in ("fp4", "fp8"):
+        values = _unpack_floats(matrix_format, cols, blocks, steps)
+        return np.ascontiguousarray(values).reshape(-1, cols)[:rows]
+    bits = layout.code_bits(matrix_format)
+    codes_end = layout.BLOCK_ROWS * group * bits // 8
+    codes = _unpack_codes(steps[:, :, :codes_end], group, bits)  # [block, group, row, column]
+    factors = elements(steps[:, :, codes_end:].reshape(-1), matrix_format.scale).reshape(
+        *steps.shape[:2], 2, layout.BLOCK_ROWS, 1
     )
     values = codes.astype(np.float32) * factors[:, :, 0] + factors[:, :, 1]
     return np.ascontiguousarray(values.transpose(0, 2, 1, 3)).reshape(-1, cols)[:rows]
 
 
-def _unpack_codes(words: Bytes, bits: int) -> npt.NDArray[np.uint8]:
+def _unpack_floats(matrix_format: Format, cols: int, blocks: Bytes, steps: Bytes) -> Floats:
+    """Values [block, row, column] of FP4 and FP8."""
+    group, codes_end = matrix_format.group_size, steps[0].size
+    num_groups = -(-cols // group)
+    if matrix_format.kind == "fp4":
+        codes = _unpack_codes(steps, group, 4).transpose(0, 2, 1, 3).reshape(len(blocks), layout.BLOCK_ROWS, cols)
+        values = FP4[codes]
+    else:
+        pairs = steps.reshape(len(blocks), cols // 2, layout.BLOCK_ROWS, 2)
+        values = E4M3[pairs.transpose(0, 2, 1, 3).reshape(len(blocks), layout.BLOCK_ROWS, cols)]
+    if matrix_format.scale == "tile":
+        scales = elements(blocks[:, codes_end : codes_end + 4 * num_groups], "f32")[:, None]
+    else:
+        stored = blocks[:, codes_end : codes_end + 16 * num_groups].reshape(len(blocks), num_groups, -1)
+        scales = (E8M0 if matrix_format.scale == "e8m0" else E4M3)[stored.transpose(0, 2, 1)]
+    found: Floats = values * scales.repeat(group, axis=2)[:, :, :cols]
+    return found
+
+
+def _unpack_codes(words: Bytes, group: int, bits: int) -> npt.NDArray[np.uint8]:
     """Word bytes [block, group, word * 16 * 4] -> codes [block, group, row, column]."""
-    by_row = words.reshape(*words.shape[:2], -1, layout.BLOCK_ROWS, 4).transpose(0, 1, 3, 2, 4)  # ..., row, word, byte
-    if bits == 4:
-        return np.stack([by_row & 15, by_row >> 4], axis=-1).reshape(*by_row.shape[:3], -1)
-    pairs = by_row.reshape(*by_row.shape[:3], -1, 2, 4)  # ..., pair of words, even or odd columns, byte
-    return pairs.swapaxes(-1, -2).reshape(*by_row.shape[:3], -1)
+    by_word = words.reshape(*words.shape[:2], -1, layout.BLOCK_ROWS, 4)  # ..., word, row, byte
+    units = np.zeros((*words.shape[:2], group // 4, layout.BLOCK_ROWS, 4), np.uint8)
+    first = low = 0
+    for width in layout.code_parts(bits):
+        part = by_word[:, :, first : first + group * width // 32]
+        for j in range(8 // width):
+            units[:, :, j :: 8 // width] |= (part >> width * j & 2**width - 1) << low
+        first, low = first + group * width // 32, low + width
+    pairs = units.reshape(*units.shape[:2], -1, 2, layout.BLOCK_ROWS, 4)  # ..., eight columns, even or odd, row, byte
+    return pairs.transpose(0, 1, 4, 2, 5, 3).reshape(*units.shape[:2], layout.BLOCK_ROWS, group)
 
 
 def linear(x: Floats, weight: Floats, bias: Floats | None = None) -> Floats:

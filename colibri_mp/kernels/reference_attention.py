@@ -102,7 +102,12 @@ def route(
 ) -> tuple[F32Array, NDArray[np.int32], F32Array]:
     """(h, ids, weights) as `router.RouterStage`."""
     h = rms_norm(x, norm, norm_eps)
-    scores, choice = score(linear(h, router.gate, router.bias), router.correction, spec)
+    return h, *choose(linear(h, router.gate, router.bias), router.correction, spec)
+
+
+def choose(logits: F32Array, correction: F32Array | None, spec: RouterSpec) -> tuple[NDArray[np.int32], F32Array]:
+    """The experts [T, K], ascending, and their weights, of a router's logits [T, E]."""
+    scores, choice = score(logits, correction, spec)
     ids = np.argsort(-choice, axis=-1, kind="stable")[:, : spec.top_k]
     weights = np.take_along_axis(scores, ids, axis=-1)
     by_weight = np.argsort(-weights, axis=-1, kind="stable")
@@ -116,7 +121,7 @@ def route(
     ids, weights = np.take_along_axis(ids, by_id, axis=-1), np.take_along_axis(weights, by_id, axis=-1)
     if spec.norm_topk_prob:
         weights = weights / weights.sum(axis=-1, keepdims=True)
-    return h, ids.astype(np.int32), weights * np.float32(spec.scaling)
+    return ids.astype(np.int32), weights * np.float32(spec.scaling)
 
 
 def score(logits: F32Array, correction: F32Array | None, spec: RouterSpec) -> tuple[F32Array, F32Array]:

@@ -13,12 +13,16 @@ bytes c in [-128, 127]; for each group, in this order of float operations whatev
     v      = float(dot[0]) * 65536 + float(dot[1] * 256 + dot[2])                   (P = 3; fused)
     acc    = v * (scale * s) + acc;   acc = bias * (sum of x) + acc                 (fused)
 
+FP4 is the same with code = 2 * value + 12, looked up in a register, scale / 2 and bias -6 * scale.
+
 No overflow: |dot| <= 128 columns * 255 * 128 = 4,177,920 = A, and |dot[1] * 256 + dot[2]| <= 257 A = 1,073,725,440 < 2^31.
 The hardware: `vpdpbusd` (u8 x s8, four products into int32, no saturation). `vpmaddubsw` adds pairs of products in int16 *with*
 saturation: a 4-bit code gives at most 2 * 15 * 128 = 3840, and 8 such are summed in int16, 30,720 <= 32,767, before they are
-widened; 8-bit codes are taken as two nibbles, high ones first, shifted by 4. `sdot` is s8 x s8: nibbles again.
+widened, fewer of wider codes; 8-bit codes are taken as two nibbles, high ones first, shifted by 4. `sdot` is s8 x s8: nibbles again.
 
 On the generic set, and for dense formats, everything is float32: products with the activations themselves, columns in ascending order.
+FP8 is float32 everywhere: E4M3 shifted by 7 bits is an IEEE half of the value / 256. In each group, column c goes to sum c % 4, and
+    acc = ((s0 + s1) + (s2 + s3)) * (256 * scale) + acc                             (fused)
 """
 
 from collections.abc import Callable, Sequence
@@ -30,9 +34,11 @@ from numba.core import cgutils
 
 from colibri_mp.formats import ELEMENT_BYTES, Format
 from colibri_mp.kernels import emit
-from colibri_mp.kernels.emit import F32, I8, I16, I32, I64, ISA, V16F, V16I, constant, load, offset, splat, vector
+from colibri_mp.kernels.codes import byte_scales, codes_of, fp8_columns
+from colibri_mp.kernels.emit import F32, I64, ISA, V16F, constant, load, offset, splat
+from colibri_mp.kernels.group_dots import GROUP_DOTS, group_dots_float, planes_to_float
 from colibri_mp.kernels.jit import Native, operation
-from colibri_mp.kernels.layout import DENSE_STEP, code_bits, geometry
+from colibri_mp.kernels.layout import DENSE_STEP, geometry, uses_groups
 
 USES_PLANES = ISA != "generic"
 TILE_TOKENS = 4
@@ -42,149 +48,6 @@ TILE_TOKENS = 4
 def group_record_bytes(group_size: int, planes: int) -> int:
     """Bytes that one group takes in a prepared row: the columns, then float32 scale and sum."""
     return (planes if USES_PLANES else 4) * group_size + 8
-
-
-# ---- integer dot products of one group
-
-
-def _unit_codes(builder: Any, word: Any, bits: int, shift: int) -> Any:
-    """The bytes of a word that one dot product takes: all of a q8 word, or every other nibble."""
-    if bits == 8 and shift < 0:
-        return word
-    shifted = builder.lshr(word, constant(word.type, shift)) if shift > 0 else word
-    return builder.and_(shifted, constant(word.type, 0x0F0F0F0F))
-
-
-def _group_dots_vnni(
-    builder: Any, words: Any, xs: Sequence[Any], bits: int, group: int, planes: int
-) -> list[list[Any]]:
-    """dot[token][plane] of one group. Few accumulators would wait for each other: integers may be summed in any order."""
-    chains = 2 if len(xs) * planes < 8 else 1
-    accs = [[[constant(V16I, 0)] * chains for _ in range(planes)] for _ in xs]
-    for unit in range(group // 4):
-        word = load(builder, offset(builder, words, 64 * (unit * bits // 8)), V16I)
-        codes = _unit_codes(builder, word, bits, -1 if bits == 8 else 4 * (unit % 2))
-        for plane in range(planes):
-            for t, x in enumerate(xs):
-                value = splat(builder, load(builder, offset(builder, x, 4 * (unit * planes + plane)), I32))
-                acc = accs[t][plane]
-                arguments = [acc[unit % chains], codes, value]
-                acc[unit % chains] = emit.call(builder, "llvm.x86.avx512.vpdpbusd.512", V16I, arguments)
-    return [[acc[0] if chains == 1 else builder.add(acc[0], acc[1]) for acc in token] for token in accs]
-
-
-def _nibble_passes(bits: int, group: int) -> list[list[tuple[int, int, int]]]:
-    """(word, shift, unit) of each dot product; one pass over 4-bit codes, two (high, low nibbles) over 8-bit ones."""
-    if bits == 4:
-        return [[(unit // 2, 4 * (unit % 2), unit) for unit in range(group // 4)]]
-    return [[(unit, shift, unit) for unit in range(group // 4)] for shift in (4, 0)]
-
-
-def _part_dots(builder: Any, passes: Any, new_sums: Callable[[], Any], add: Callable[..., None]) -> list[list[Any]]:
-    """Run the passes over one part of the lanes; between them the sums are shifted by a nibble."""
-    sums = new_sums()
-    for index, units in enumerate(passes):
-        if index:
-            sums = [[builder.shl(s, constant(s.type, 4)) for s in token] for token in sums]
-        add(sums, units)
-    return sums  # type: ignore[no-any-return]  # LLVM values are untyped
-
-
-def _group_dots_avx2(
-    builder: Any, words: Any, xs: Sequence[Any], bits: int, group: int, planes: int
-) -> list[list[Any]]:
-    """dot[token][plane], 8 rows at a time: twice as many tokens fit into the 16 registers."""
-    v8i, v16s, v32b = vector(I32, 8), vector(I16, 16), vector(I8, 32)
-    halves = []
-    for half in range(2):
-
-        def add(sums: Any, units: Any, half: int = half) -> None:
-            for start in range(0, len(units), 8):  # 8 sums of two products fit into int16
-                partial: dict[tuple[int, int], Any] = {}
-                for word, shift, unit in units[start : start + 8]:
-                    bits32 = load(builder, offset(builder, words, 64 * word + 32 * half), v8i)
-                    codes = builder.bitcast(_unit_codes(builder, bits32, bits, shift), v32b)
-                    for plane in range(planes):
-                        for t, x in enumerate(xs):
-                            value = load(builder, offset(builder, x, 4 * (unit * planes + plane)), I32)
-                            value = builder.bitcast(splat(builder, value, 8), v32b)
-                            product = emit.call(builder, "llvm.x86.avx2.pmadd.ub.sw", v16s, [codes, value])
-                            before = partial.get((t, plane))
-                            partial[t, plane] = product if before is None else builder.add(before, product)
-                for (t, plane), value in partial.items():
-                    wide = emit.call(builder, "llvm.x86.avx2.pmadd.wd", v8i, [value, constant(v16s, 1)])
-                    sums[t][plane] = builder.add(sums[t][plane], wide)
-
-        halves.append(
-            _part_dots(builder, _nibble_passes(bits, group), lambda: [[constant(v8i, 0)] * planes for _ in xs], add)
-        )
-    return [[emit.join(builder, [half[t][p] for half in halves]) for p in range(planes)] for t in range(len(xs))]
-
-
-def _group_dots_neon(
-    builder: Any, words: Any, xs: Sequence[Any], bits: int, group: int, planes: int
-) -> list[list[Any]]:
-    """dot[token][plane], 4 rows at a time; four activations a load, `sdot` picks one of them."""
-    v4i, v16b = vector(I32, 4), vector(I8, 16)
-    quarters = []
-    for quarter in range(4):
-
-        def add(sums: Any, units: Any, quarter: int = quarter) -> None:
-            loaded: dict[tuple[int, int], Any] = {}
-            for word, shift, unit in units:
-                bits32 = load(builder, offset(builder, words, 64 * word + 16 * quarter), v4i)
-                codes = builder.bitcast(_unit_codes(builder, bits32, bits, shift), v16b)
-                for plane in range(planes):
-                    vector_idx, lane = divmod(unit * planes + plane, 4)
-                    for t, x in enumerate(xs):
-                        if (t, vector_idx) not in loaded:
-                            loaded[t, vector_idx] = load(builder, offset(builder, x, 16 * vector_idx), v4i)
-                        four = loaded[t, vector_idx]
-                        value = builder.bitcast(emit.shuffle(builder, four, four, [lane] * 4), v16b)
-                        arguments = [sums[t][plane], codes, value]
-                        sums[t][plane] = emit.call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", v4i, arguments)
-
-        quarters.append(
-            _part_dots(builder, _nibble_passes(bits, group), lambda: [[constant(v4i, 0)] * planes for _ in xs], add)
-        )
-    return [
-        [emit.join(builder, [quarter[t][p] for quarter in quarters]) for p in range(planes)] for t in range(len(xs))
-    ]
-
-
-_GROUP_DOTS = {"avx512_vnni": _group_dots_vnni, "avx2": _group_dots_avx2, "neon_dot": _group_dots_neon}
-
-
-def _planes_to_float(builder: Any, dots: Sequence[Any]) -> Any:
-    """The group's dot product in units of the activation scale, float32."""
-    if len(dots) == 1:
-        return builder.sitofp(dots[0], V16F)
-    low = builder.add(builder.shl(dots[-2], constant(V16I, 8)), dots[-1])
-    value = builder.sitofp(low, V16F)
-    if len(dots) == 2:
-        return value
-    return emit.fma(builder, builder.sitofp(dots[0], V16F), constant(V16F, 65536.0), value)
-
-
-# ---- float dot products of one group (generic)
-
-
-def _group_dots_float(builder: Any, words: Any, xs: Sequence[Any], bits: int, group: int) -> list[Any]:
-    """Sum of code * x of one group, columns in ascending order."""
-    sums = [constant(V16F, 0.0)] * len(xs)
-    for column in range(group):
-        if bits == 4:
-            word, shift = column // 8, 4 * (column % 8)
-        else:
-            word, shift = column // 8 * 2 + column % 2, 8 * (column % 8 // 2)
-        packed = load(builder, offset(builder, words, 64 * word), V16I)
-        shifted = builder.lshr(packed, constant(V16I, shift)) if shift else packed
-        code = builder.sitofp(builder.and_(shifted, constant(V16I, 2**bits - 1)), V16F)
-        for t, x in enumerate(xs):
-            sums[t] = emit.fma(
-                builder, code, splat(builder, load(builder, offset(builder, x, 4 * column), F32)), sums[t]
-            )
-    return sums
 
 
 # ---- whole tiles
@@ -204,13 +67,21 @@ class _Tile:
     def _entry(self, table: Any, t: int) -> Any:
         return load(self.builder, offset(self.builder, table, 8 * t), I64, align=8)
 
-    def each_step(self, body: Callable[[Any, list[Any]], None], step_bytes: int, row_bytes: int) -> None:
-        """body(address of the weights, addresses of the tokens' activations) for each step."""
+    def each_step(self, body: Callable[[Any, list[Any], Any], None], step_bytes: int, row_bytes: int) -> None:
+        """body(address of the weights, addresses of the tokens' activations, number of the step) for each step."""
+        with cgutils.for_range(self.builder, self.num_steps, intp=I64) as loop:
+            body(*self.at_step(loop.index, step_bytes, row_bytes), loop.index)
+
+    def at_step(self, index: Any, step_bytes: int, row_bytes: int) -> tuple[Any, list[Any]]:
+        """Addresses of the weights and of the tokens' activations of a step."""
         builder = self.builder
-        with cgutils.for_range(builder, self.num_steps, intp=I64) as loop:
-            weights = builder.add(self.weights, builder.mul(loop.index, constant(I64, step_bytes)))
-            moved = builder.mul(loop.index, constant(I64, row_bytes))
-            body(weights, [builder.add(row, moved) for row in self.rows])
+        moved = builder.mul(index, constant(I64, row_bytes))
+        weights = builder.add(self.weights, builder.mul(index, constant(I64, step_bytes)))
+        return weights, [builder.add(row, moved) for row in self.rows]
+
+    def scales(self, step_bytes: int) -> Any:
+        """Address of the scales that follow all the codes of the block."""
+        return self.builder.add(self.weights, self.builder.mul(self.num_steps, constant(I64, step_bytes)))
 
     def store(self, values: Sequence[Any]) -> None:
         for t, value in enumerate(values):
@@ -218,21 +89,28 @@ class _Tile:
 
 
 def _emit_quantised(builder: Any, args: Sequence[Any], matrix_format: Format, planes: int, num_tokens: int) -> None:
-    bits, group = code_bits(matrix_format), matrix_format.group_size
-    element = ELEMENT_BYTES[matrix_format.scale]
+    codes = codes_of(matrix_format)
     tile = _Tile(builder, args, num_tokens, chains=1)
-    scales_at = group * bits * 2
-    record = group_record_bytes(group, planes)
+    record, step_bytes = group_record_bytes(codes.group, planes), geometry(matrix_format, codes.group).step_bytes
 
-    def step(weights: Any, rows: list[Any]) -> None:
+    def factors(weights: Any, index: Any) -> tuple[Any, Any]:
+        """Scales and biases."""
+        if codes.is_fp4:
+            place = builder.add(tile.scales(step_bytes), builder.mul(index, constant(I64, 16)))
+            halves = builder.fmul(byte_scales(builder, place, matrix_format.scale), constant(V16F, 0.5))
+            return halves, builder.fmul(halves, constant(V16F, -12.0))
+        element, is_bf16 = ELEMENT_BYTES[matrix_format.scale], matrix_format.scale == "bf16"
+        place = offset(builder, weights, codes.group * codes.bits * 2)
+        scales = emit.load_scales(builder, place, element, is_bf16)
+        return scales, emit.load_scales(builder, offset(builder, place, 16 * element), element, is_bf16)
+
+    def step(weights: Any, rows: list[Any], index: Any) -> None:
         if USES_PLANES:
-            dots = _GROUP_DOTS[ISA](builder, weights, rows, bits, group, planes)
-            sums = [_planes_to_float(builder, token) for token in dots]
+            dots = GROUP_DOTS[ISA](builder, weights, rows, codes, planes)
+            sums = [planes_to_float(builder, token) for token in dots]
         else:
-            sums = _group_dots_float(builder, weights, rows, bits, group)
-        is_bf16 = matrix_format.scale == "bf16"
-        scales = emit.load_scales(builder, offset(builder, weights, scales_at), element, is_bf16)
-        biases = emit.load_scales(builder, offset(builder, weights, scales_at + 16 * element), element, is_bf16)
+            sums = group_dots_float(builder, weights, rows, codes)
+        scales, biases = factors(weights, index)
         for t, row in enumerate(rows):
             factor = scales
             if USES_PLANES:
@@ -241,7 +119,55 @@ def _emit_quantised(builder: Any, args: Sequence[Any], matrix_format: Format, pl
             acc = emit.fma(builder, sums[t], factor, builder.load(tile.accs[t][0]))
             builder.store(emit.fma(builder, biases, total, acc), tile.accs[t][0])
 
-    tile.each_step(step, geometry(matrix_format, group).step_bytes, record)
+    tile.each_step(step, step_bytes, record)
+    tile.store([builder.load(acc[0]) for acc in tile.accs])
+
+
+_FP8_CHAINS = 4
+"""Sums of a group: a single token would wait for each addition."""
+
+
+def _emit_fp8(builder: Any, args: Sequence[Any], matrix_format: Format, num_tokens: int) -> None:
+    """A group at a time; the last tile of a row may have fewer steps."""
+    tile = _Tile(builder, args, num_tokens, chains=1)
+    step_bytes, steps = DENSE_STEP * 16, matrix_format.group_size // DENSE_STEP
+    zero, scales = constant(V16F, 0.0), tile.scales(step_bytes)
+    sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(_FP8_CHAINS)] for _ in range(num_tokens)]
+
+    def step(index: Any) -> None:
+        weights, rows = tile.at_step(index, step_bytes, 4 * DENSE_STEP)
+        held = [[builder.load(chain) for chain in token] for token in sums]
+        for column, values in enumerate(fp8_columns(builder, weights)):
+            for t, row in enumerate(rows):
+                x = splat(builder, load(builder, offset(builder, row, 4 * column), F32))
+                held[t][column % _FP8_CHAINS] = emit.fma(builder, values, x, held[t][column % _FP8_CHAINS])
+        for token, kept in zip(held, sums, strict=True):
+            for value, chain in zip(token, kept, strict=True):
+                builder.store(value, chain)
+
+    last = constant(I64, steps - 1)
+    num_groups = builder.sdiv(builder.add(tile.num_steps, last), constant(I64, steps))
+    with cgutils.for_range(builder, num_groups, intp=I64) as loop:
+        first = builder.mul(loop.index, constant(I64, steps))
+        if matrix_format.scale == "tile":
+            rest = builder.sub(tile.num_steps, first)
+            count = builder.select(builder.icmp_signed("<", rest, constant(I64, steps)), rest, constant(I64, steps))
+            with cgutils.for_range(builder, count, intp=I64) as inner:
+                step(builder.add(first, inner.index))
+            place = builder.add(scales, builder.mul(loop.index, constant(I64, 4)))
+            factor = splat(builder, load(builder, place, F32))
+        else:
+            for i in range(steps):
+                step(offset(builder, first, i))
+            place = builder.add(scales, builder.mul(loop.index, constant(I64, 16)))
+            factor = byte_scales(builder, place, matrix_format.scale)
+        factor = builder.fmul(factor, constant(V16F, 256.0))
+        for token, accs in zip(sums, tile.accs, strict=True):
+            a, b, c, d = (builder.load(chain) for chain in token)
+            total = builder.fadd(builder.fadd(a, b), builder.fadd(c, d))
+            builder.store(emit.fma(builder, total, factor, builder.load(accs[0])), accs[0])
+            for chain in token:
+                builder.store(zero, chain)
     tile.store([builder.load(acc[0]) for acc in tile.accs])
 
 
@@ -250,7 +176,7 @@ def _emit_dense(builder: Any, args: Sequence[Any], matrix_format: Format, num_to
     element = ELEMENT_BYTES[matrix_format.kind]
     tile = _Tile(builder, args, num_tokens, chains=2)
 
-    def step(weights: Any, rows: list[Any]) -> None:
+    def step(weights: Any, rows: list[Any], _index: Any) -> None:
         accs = [[builder.load(acc) for acc in token] for token in tile.accs]
         for column in range(DENSE_STEP):
             at = offset(builder, weights, 16 * element * column)
@@ -266,8 +192,8 @@ def _emit_dense(builder: Any, args: Sequence[Any], matrix_format: Format, num_to
     tile.store([builder.fadd(builder.load(even), builder.load(odd)) for even, odd in tile.accs])
 
 
-_KINDS = ("q4", "q8", "bf16", "f16", "f32")
-_SCALES = ("", "bf16", "f16", "f32")
+_KINDS = ("q2", "q3", "q4", "q5", "q6", "q8", "fp4", "fp8", "bf16", "f16", "f32")
+_SCALES = ("", "bf16", "f16", "f32", "e8m0", "e4m3", "tile")
 
 
 @operation(types.void, *[types.int64] * 5, num_literals=5)
@@ -277,8 +203,10 @@ def _tile(
 ) -> None:  # fmt: skip
     matrix_format = Format(_KINDS[kind], group_size, _SCALES[scale])  # type: ignore[arg-type]  # by construction
     arguments = (weights, xs, ys, y_offset, num_steps)
-    if group_size:
+    if uses_groups(matrix_format):
         _emit_quantised(builder, arguments, matrix_format, planes, num_tokens)
+    elif group_size:
+        _emit_fp8(builder, arguments, matrix_format, num_tokens)
     else:
         _emit_dense(builder, arguments, matrix_format, num_tokens)
 
@@ -301,7 +229,7 @@ class TileKernels(NamedTuple):
 
 @cache
 def tile_kernels(matrix_format: Format, planes: int) -> TileKernels:
-    """The kernels of a format; `planes` says nothing for dense formats and on the generic instruction set."""
+    """The kernels of a format; `planes` says nothing for dense formats, fp8 and on the generic instruction set."""
     kind, scale = _KINDS.index(matrix_format.kind), _SCALES.index(matrix_format.scale)
-    planes = planes if matrix_format.group_size and USES_PLANES else 0
+    planes = planes if uses_groups(matrix_format) and USES_PLANES else 0
     return TileKernels(*(_make(kind, matrix_format.group_size, scale, planes, width) for width in (TILE_TOKENS, 1)))

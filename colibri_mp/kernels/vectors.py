@@ -194,6 +194,12 @@ def get_u8(builder: Any, address: Any) -> Any:
     return emit.load(builder, address, I8, align=1)
 
 
+@operation(types.void, types.int64, types.uint8)
+def set_u8(builder: Any, address: Any, value: Any) -> None:
+    """Store a byte at an address."""
+    emit.store(builder, value, address, align=1)
+
+
 @operation(types.uint64, types.int64)
 def get_u64(builder: Any, address: Any) -> Any:
     """The uint64 at any address, little-endian."""

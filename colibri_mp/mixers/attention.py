@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from colibri_mp.kernels.activations import form
 from colibri_mp.kernels.attention import AttentionStage, AttentionWeights
 from colibri_mp.kernels.kv_cache import KVCache
 from colibri_mp.kernels.kv_cache8 import CACHES
@@ -51,7 +52,7 @@ class Attention(MixerKind):
 
     def scratch_bytes(self, spec: AttentionSpec, tensors: Sequence[AttentionTensors], limits: StageLimits) -> int:
         """Depends on how many group sizes the projections of one layer mix, plain ones counting as one."""
-        num_forms = max(len({matrix.encoding.group_size for matrix in layer.matrices}) for layer in tensors)
+        num_forms = max(len({form(matrix.encoding.format) for matrix in layer.matrices}) for layer in tensors)
         return AttentionStage.scratch_bytes(
             spec, limits.max_rows, limits.max_context, limits.num_threads, num_forms=num_forms
         )

@@ -33,6 +33,9 @@ def dequantise(encoding: Encoding, rows: int, cols: int, parts: list[Bytes]) -> 
     bits = np.unpackbits(parts[0].reshape(rows, -1), axis=1, bitorder="little").reshape(rows, cols, encoding.bits)
     codes = (bits * (1 << np.arange(encoding.bits))).sum(axis=-1)
 
+    if encoding.kind == "fp8":
+        return e4m3(codes) * in_tiles(to_float32(parts[1], encoding.scale.upper()).astype(float), rows, cols)
+
     def by_column(part: NDArray[np.float64]) -> Floats:
         return part.reshape(rows, -1).repeat(encoding.group_size, axis=1)
 
@@ -41,6 +44,12 @@ def dequantise(encoding: Encoding, rows: int, cols: int, parts: list[Bytes]) -> 
         return codes * scales + biases
     scales = e4m3(parts[1].astype(int)) if encoding.kind == "nvfp4" else 2.0 ** (parts[1].astype(float) - 127)
     return (FP4[codes] if encoding.bits == 4 else e4m3(codes)) * by_column(scales)
+
+
+def in_tiles(scales: Floats, rows: int, cols: int) -> Floats:
+    """The scale of each value of a matrix: one for 128 x 128 of them, from the first row and column on; the last tiles are smaller."""
+    grid = scales.reshape(-(-rows // 128), -(-cols // 128))
+    return grid.repeat(128, axis=0)[:rows].repeat(128, axis=1)[:, :cols]
 
 
 def softmax(x: Floats) -> Floats:
@@ -93,7 +102,11 @@ class PlainModel:
 
     def matrix(self, stored: StoredMatrix) -> Floats:
         """The values of a matrix."""
-        return dequantise(stored.encoding, stored.rows, stored.cols, self.checkpoint.read_parts(stored))
+        return self.values(stored.encoding, stored.rows, stored.cols, self.checkpoint.read_parts(stored))
+
+    def values(self, encoding: Encoding, rows: int, cols: int, parts: list[Bytes]) -> Floats:
+        """The values [rows, cols] of stored parts."""
+        return dequantise(encoding, rows, cols, parts)
 
     def vector(self, info: TensorInfo | None) -> Floats:
         """The values of a bias or correction; 0 if there is none."""
@@ -190,9 +203,9 @@ class PlainModel:
             return (*self.gpt_oss_expert(layer, pieces), layer.clamp)
         num_gate, num_up = len(layer.gate.parts), len(layer.up.parts)
         return (
-            dequantise(layer.gate, layer.width, layer.hidden, pieces[:num_gate]),
-            dequantise(layer.up, layer.width, layer.hidden, pieces[num_gate : num_gate + num_up]),
-            dequantise(layer.down, layer.hidden, layer.width, pieces[num_gate + num_up :]),
+            self.values(layer.gate, layer.width, layer.hidden, pieces[:num_gate]),
+            self.values(layer.up, layer.width, layer.hidden, pieces[num_gate : num_gate + num_up]),
+            self.values(layer.down, layer.hidden, layer.width, pieces[num_gate + num_up :]),
         )
 
     def gpt_oss_expert(self, layer: ExpertLayer, pieces: list[Bytes]) -> tuple[Floats, ...]:

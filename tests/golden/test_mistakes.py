@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from plain_forward import Bytes, Floats, PlainModel, dequantise, sigmoid
+from plain_forward import Bytes, Floats, PlainModel, dequantise, e4m3, sigmoid
 from test_parity import TOLERANCE
 
 from colibri_mp.checkpoint import Checkpoint, TensorInfo
+from colibri_mp.checkpoint.source import to_float32
 from colibri_mp.formats import Encoding
 from colibri_mp.models import AttentionSpec, ModelSpec, MoeSpec
 from colibri_mp.specs import ClampedSwiGLU
 
-TINY = Path(__file__).parent / "tiny"
+GOLDEN = Path(__file__).parent
 
 
 class Changed(PlainModel):
@@ -259,6 +260,27 @@ class HighNibbleFirst(PlainModel):
         return dequantise(Encoding("mxfp4", 4, 32, "u8"), rows, cols, [codes, parts[1]])
 
 
+class TilesOfEqualSize(PlainModel):
+    """An FP8 matrix is cut into equal tiles, as many as there are scales, instead of tiles of 128 of which the last is smaller."""
+
+    def values(self, encoding: Encoding, rows: int, cols: int, parts: list[Bytes]) -> Floats:
+        if encoding.kind != "fp8":
+            return super().values(encoding, rows, cols, parts)
+        down, across = encoding.groups(rows, cols)
+        grid = to_float32(parts[1], "F32").astype(float).reshape(down, across)
+        scales = grid.repeat(rows // down, axis=0).repeat(cols // across, axis=1)
+        return e4m3(parts[0].astype(int)).reshape(rows, cols) * scales
+
+
+class HighCodesFirst(PlainModel):
+    """The two codes of a byte of a 4-bit matrix are taken in the other order."""
+
+    def values(self, encoding: Encoding, rows: int, cols: int, parts: list[Bytes]) -> Floats:
+        if encoding.bits == 4:
+            parts = [(parts[0] << 4) | (parts[0] >> 4), *parts[1:]]
+        return super().values(encoding, rows, cols, parts)
+
+
 MISTAKES: dict[str, tuple[type[PlainModel], ...]] = {
     "glm4_moe": (
         *(WholeHeadTurns, PairsTakeTurns, BiasedWeights, ChoiceWithoutCorrection),
@@ -283,6 +305,9 @@ MISTAKES: dict[str, tuple[type[PlainModel], ...]] = {
         *(NoExpertBiases, HalvesOfGateUp),
     ),
     "gpt_oss_mxfp4": (HighNibbleFirst, NoSinks, HalvesOfGateUp),
+    "qwen3_moe_fp8": (TilesOfEqualSize,),
+    "qwen3_moe_q4": (HighCodesFirst,),
+    "qwen3_moe_nvfp4": (HighCodesFirst,),
 }
 CASES = [(fixture, mistake) for fixture, mistakes in MISTAKES.items() for mistake in mistakes]
 
@@ -290,7 +315,8 @@ CASES = [(fixture, mistake) for fixture, mistakes in MISTAKES.items() for mistak
 @pytest.mark.parametrize(("fixture", "mistake"), CASES, ids=[f"{name}-{mistake.__name__}" for name, mistake in CASES])
 def test_mistake_is_noticed(fixture: str, mistake: type[PlainModel]) -> None:
     """The logits leave the tolerance of the parity tests."""
-    golden = np.load(TINY / fixture / "golden.npz")
+    (folder,) = GOLDEN.glob(f"tiny*/{fixture}")
+    golden = np.load(folder / "golden.npz")
     ids = np.concatenate([golden["input_ids"], golden["generated_ids"]])
-    logits = mistake(Checkpoint.open(TINY / fixture)).logits(ids)
+    logits = mistake(Checkpoint.open(folder)).logits(ids)
     assert np.abs(logits - golden["logits"]).max() > TOLERANCE

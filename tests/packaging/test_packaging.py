@@ -92,6 +92,13 @@ def test_only_transport_uses_zmq_and_only_segment_shared_memory() -> None:
         assert "import pickle" not in text, module
 
 
+def test_only_its_backend_uses_mlx() -> None:
+    """Nothing else needs MLX, or takes the time to import it; where there is a GPU the choice of a backend asks it."""
+    for module, path in modules():
+        if not module.startswith(("colibri_mp.mlx_backend", "colibri_mp.backend_choice")):
+            assert "import mlx" not in path.read_text(), module
+
+
 def test_wheel_is_complete(tmp_path: Path) -> None:
     """The wheel holds every module, the type marker, the licence and the built-in model."""
     command = [

@@ -1,6 +1,6 @@
 """Seeded matrices, experts and batches for the tests of the kernels; as a script, outputs of all of them for one instruction set.
 
-python kernel_cases.py out.npz            products of each format in FORMATS and an expert step, of this process's instruction set
+python kernel_cases.py out.npz            products of each format in ISA_FORMATS and an expert step, of this process's instruction set
 """
 
 import sys
@@ -22,7 +22,8 @@ def affine(bits: int, group_size: int, scale: str) -> Encoding:
 
 
 BF16, F16, F32 = Encoding("bf16"), Encoding("f16"), Encoding("f32")
-NVFP4 = Encoding("nvfp4", 4, 16, "u8")
+NVFP4, MXFP4, MXFP8 = Encoding("nvfp4", 4, 16, "u8"), Encoding("mxfp4", 4, 32, "u8"), Encoding("mxfp8", 8, 32, "u8")
+FP8 = Encoding("fp8", 8, 128, "f32")
 FORMATS = (
     affine(4, 64, "bf16"),
     affine(4, 32, "f16"),
@@ -32,8 +33,30 @@ FORMATS = (
     BF16,
     F16,
     F32,
+    MXFP4,
+    MXFP8,
+    FP8,
+    affine(2, 32, "bf16"),
+    affine(3, 32, "f16"),
+    affine(5, 32, "bf16"),
+    affine(6, 32, "bf16"),
 )
 """Each group size, scale type, code width and dense type at least once: every one costs a compilation."""
+
+ISA_FORMATS = (
+    FORMATS[0],
+    affine(8, 64, "bf16"),
+    NVFP4,
+    BF16,
+    F16,
+    MXFP8,
+    FP8,
+    affine(3, 32, "f16"),
+    affine(6, 32, "bf16"),
+)
+"""Those that all instruction sets compute: every way to take codes out of words, every type of scale."""
+NEON_FORMATS = (affine(8, 64, "bf16"), NVFP4, affine(3, 32, "f16"))
+"""Those that `neon_on_x86` computes."""
 
 
 def stored(values: np.ndarray, kind: str) -> np.ndarray:
@@ -53,8 +76,11 @@ def random_parts(rng: np.random.Generator, encoding: Encoding, rows: int, cols: 
     if not encoding.group_size:
         return [stored(rng.standard_normal((rows, cols)) / np.sqrt(cols), encoding.kind)]
     codes = rng.integers(0, 256, sizes[0], np.uint8)
-    if encoding.kind == "mxfp8":
-        codes %= 120  # positive, no NaN
+    if encoding.kind in ("mxfp8", "fp8"):
+        codes &= 0xF7  # no NaN
+    if encoding.kind == "fp8":
+        scales = rng.uniform(0.5, 1.5, encoding.groups(rows, cols)) / 100 / np.sqrt(cols)
+        return [codes, stored(scales, encoding.scale)]
     if encoding.scale == "u8":
         low = {"mxfp4": 118, "nvfp4": 20, "mxfp8": 116}[encoding.kind]
         return [codes, rng.integers(low, low + 6, sizes[1]).astype(np.uint8)]
@@ -155,7 +181,7 @@ def product(team: ThreadTeam, encoding: Encoding) -> np.ndarray:
 def outputs() -> dict[str, np.ndarray]:
     """Products of each format, and out of an expert step, by name."""
     with ThreadTeam(2) as team:
-        results = {"/".join(map(str, encoding.format)): product(team, encoding) for encoding in FORMATS}
+        results = {"/".join(map(str, encoding.format)): product(team, encoding) for encoding in ISA_FORMATS}
         experts = Experts(EXPERT_ENCODINGS, 128, 96)
         results["experts"] = experts.step(
             ExpertStage(team, experts.shape, len(experts.ids), 6, 2), experts.batch(6, 2), experts.ids

@@ -23,7 +23,9 @@ _real_call = emit.call
 
 
 def _call(builder: Any, name: str, result: Any, args: Any) -> Any:
-    """`sdot`: to each int32 lane, add the four products of the int8 lanes in its place."""
+    """`sdot`: to each int32 lane, add the four products of the int8 lanes in its place. `tbl1`: bytes of the table by number."""
+    if "tbl1" in name:
+        return _real_call(builder, "llvm.x86.ssse3.pshuf.b.128", result, args)
     if "sdot" not in name:
         return _real_call(builder, name, result, args)
     acc, first, second = args
@@ -35,14 +37,14 @@ def _call(builder: Any, name: str, result: Any, args: Any) -> Any:
 
 
 def run(path: str) -> None:
-    """Products of a 4-bit and an 8-bit format of the test cases."""
+    """Products of some formats of the test cases."""
     emit.call = _call
     import kernel_cases
 
     from colibri_mp.kernels.team import ThreadTeam
 
     with ThreadTeam(1) as team:
-        np.savez(path, *[kernel_cases.product(team, encoding) for encoding in kernel_cases.FORMATS[1:3]])
+        np.savez(path, *[kernel_cases.product(team, encoding) for encoding in kernel_cases.NEON_FORMATS])
 
 
 def _module(emit_body: Any, num_arguments: int) -> str:

@@ -140,7 +140,7 @@ def test_unfinished_conversion(folder: Path) -> None:
 
 MARKER_DEFECTS: list[tuple[Edit, str]] = [
     (lambda marker: marker.update(version=2), "container of version 2, this program reads version 1"),
-    (lambda marker: marker.update(layout="R16S-9"), "layout 'R16S-9', the kernels of this program read 'R16S-1'"),
+    (lambda marker: marker.update(layout="R16S-9"), "layout 'R16S-9', the kernels of this program read 'R16S-2'"),
     (lambda marker: marker.pop("source"), "missing required field `source`"),
     (lambda marker: marker.update(color="red"), "unknown field `color`"),
     (lambda marker: marker.update(layers=[]), "layers = []"),

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -39,6 +40,7 @@ BF16, Q3, Q4, Q6, Q8 = (
     Encoding("bf16"), *(Encoding("affine", bits, 64, "bf16") for bits in (3, 4, 6, 8)),
 )  # fmt: skip
 MXFP4, MXFP8 = Encoding("mxfp4", 4, 32, "u8"), Encoding("mxfp8", 8, 32, "u8")
+FP8 = Encoding("fp8", 8, 128, "f32")
 REALLY_OPEN = Checkpoint.open
 Q4_32, Q8_32 = Encoding("affine", 4, 32, "bf16"), Encoding("affine", 8, 32, "bf16")
 
@@ -53,10 +55,10 @@ Q4_32, Q8_32 = Encoding("affine", 4, 32, "bf16"), Encoding("affine", 8, 32, "bf1
         *((BF16, bits, target) for bits, target in (("4", Q4_32), ("8", Q8_32), ("mixed", Q8_32))),
         *((Q8, bits, target) for bits, target in (("4", Q4_32), ("8", Q8), ("mixed", Q8))),
         *((Q4, bits, Q4) for bits in ("4", "8", "mixed")),
-        *((Q3, bits, Q4) for bits in ("4", "8", "mixed")),
+        *((Q3, bits, Q3) for bits in ("4", "8", "mixed")),
         *((Q6, bits, target) for bits, target in (("4", Q4_32), ("8", Q6))),
-        *((MXFP4, bits, target) for bits, target in (("4", Q4_32), ("8", MXFP4))),
-        *((MXFP8, bits, target) for bits, target in (("4", Q4_32), ("8", Q8_32))),
+        *((MXFP4, bits, MXFP4) for bits in ("4", "8", "mixed")),
+        *((stored, bits, target) for stored in (MXFP8, FP8) for bits, target in (("4", Q4_32), ("8", stored))),
     ],
 )
 def test_choice(stored: Encoding, bits: Any, target: Encoding) -> None:
@@ -72,26 +74,13 @@ def test_mixed_is_wider_in_down() -> None:
     assert widths == [4, 4, 8]
 
 
-@pytest.mark.parametrize("bits", [2, 3])
-def test_widened_codes_are_the_same_values(bits: int) -> None:
-    """2 and 3 bits in words of 4: half the slab, every value kept."""
-    stored = Encoding("affine", bits, 32, "bf16")
-    rng = np.random.default_rng(bits)
-    parts = [rng.integers(0, 256, size, dtype=np.uint8) for size in stored.part_bytes(16, 64)]
-    for part in parts[1:]:
-        part[1::2] = 0x3C  # finite bf16
-    recoding = choose(stored, "gate", "4", 64)
-    widened, rounding = recoding.apply(16, 64, parts)
-    assert rounding is None
-    expected = reference.dequantise(stored, 16, 64, parts)
-    np.testing.assert_array_equal(reference.dequantise(recoding.target, 16, 64, widened), expected)
-
-
 # -- quantised containers ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bits", ["4", "8", "mixed"])
-@pytest.mark.parametrize("name", ["olmoe", "qwen3_moe_fused", "qwen3_moe_mxfp8"])
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [*itertools.product(("olmoe", "qwen3_moe_fused"), ("4", "8", "mixed")), ("qwen3_moe_mxfp8", "4")],
+)
 def test_quantised_slabs(tmp_path: Path, name: str, bits: Any) -> None:
     """Slabs hold what the quantiser gives for whole matrices, in the encodings of the header; errors are stated truly."""
     report = made(fixture(name), tmp_path / "out", Options(bits, 32))
@@ -186,7 +175,7 @@ def test_progress_and_report(tmp_path: Path) -> None:
     report = made(fixture("qwen3_moe_mxfp4"), tmp_path / "out", listener=listener)
     assert listener.phases == ["converting", "reading back"]
     assert listener.last[0] == listener.last[1] == report.expert_bytes + report.resident_bytes
-    assert report.expert_bytes > 2 * report.stored_expert_bytes
+    assert report.stored_expert_bytes < report.expert_bytes <= report.stored_expert_bytes + 16 * 4096
     assert report.written_bytes == sum(len(data) for name, data in files_of(tmp_path / "out").items() if "safe" in name)
     assert json.loads(json.dumps(report.as_dict()))["projections"][2]["packed"] == "mxfp4 4 bit in groups of 32"
 

@@ -4,20 +4,31 @@ import hashlib
 
 import numpy as np
 import pytest
-from kernel_cases import BF16, F16, F32, NVFP4, affine, packed, random_matrix, random_parts
+from kernel_cases import BF16, F16, F32, FP8, MXFP4, MXFP8, NVFP4, affine, packed, random_matrix, random_parts
 
 from colibri_mp.formats import Encoding, Format
 from colibri_mp.kernels import layout, reference
 from colibri_mp.kernels.team import aligned_bytes
 
 ENCODINGS = (
-    BF16, F16, F32, NVFP4, Encoding("mxfp4", 4, 32, "u8"), Encoding("mxfp8", 8, 32, "u8"),
+    BF16, F16, F32, NVFP4, MXFP4, MXFP8, FP8, Encoding("fp8", 8, 128, "bf16"),
     affine(4, 64, "bf16"), affine(4, 32, "f16"), affine(4, 128, "f32"), affine(8, 64, "bf16"), affine(8, 32, "f32"),
     affine(2, 64, "bf16"), affine(3, 32, "bf16"), affine(5, 64, "f16"), affine(6, 32, "bf16"),
 )  # fmt: skip
+UNCHANGED = tuple(e for e in ENCODINGS if not e.group_size or (e.kind == "affine" and e.bits in (4, 8)))
+"""What is packed as before: containers of the first layout with such experts are still read."""
 SHAPES = ((16, 128), (40, 384), (1, 256), (33, 128))
+TILED_SHAPES = (*SHAPES, (160, 64), (72, 320), (257, 136))
 DENSE_SHAPES = (*SHAPES, (5, 20), (17, 65), (3, 1))
-CASES = [(encoding, shape) for encoding in ENCODINGS for shape in (SHAPES if encoding.group_size else DENSE_SHAPES)]
+
+
+def _shapes(encoding: Encoding) -> tuple[tuple[int, int], ...]:
+    if encoding.kind == "fp8":
+        return TILED_SHAPES
+    return SHAPES if encoding.group_size else DENSE_SHAPES
+
+
+CASES = [(encoding, shape) for encoding in ENCODINGS for shape in _shapes(encoding)]
 
 
 @pytest.mark.parametrize(("encoding", "shape"), CASES, ids=str)
@@ -56,11 +67,15 @@ def test_padding_is_zero() -> None:
 
 def test_bytes_are_pinned() -> None:
     """Containers on users' disks hold these bytes: to change one is to change `LAYOUT_VERSION`, and then this."""
-    digest = hashlib.sha256()
-    for encoding, rows, cols in [*((encoding, 40, 128) for encoding in ENCODINGS), (BF16, 17, 65)]:
-        parts = [(40 + 37 * np.arange(size) % 50).astype(np.uint8) for size in encoding.part_bytes(rows, cols)]
-        digest.update(packed(encoding, rows, cols, parts).data)
-    assert (layout.LAYOUT_VERSION, digest.hexdigest()[:16]) == ("R16S-1", "fe404d13130f64d4")
+    digests = {}
+    for version, encodings in (("R16S-1", UNCHANGED), ("R16S-2", ENCODINGS)):
+        digest = hashlib.sha256()
+        for encoding, rows, cols in [*((encoding, 40, 128) for encoding in encodings), (BF16, 17, 65)]:
+            parts = [(40 + 37 * np.arange(size) % 50).astype(np.uint8) for size in encoding.part_bytes(rows, cols)]
+            digest.update(packed(encoding, rows, cols, parts).data)
+        digests[version] = digest.hexdigest()[:16]
+    assert layout.READABLE_LAYOUTS == ("R16S-1", "R16S-2")
+    assert digests == {"R16S-1": "f347b53ce8aad0c6", "R16S-2": "2131e21e4f1c8388"}
 
 
 def test_sizes_of_a_known_matrix() -> None:

@@ -1,16 +1,16 @@
 """Lookahead: what is predicted, how it is scored, and the trial that decides whether it pays."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from attention_cases import F32, random_matrix
 
-from colibri_mp.kernels.router import RouterWeights
+from colibri_mp.kernels.router import RouterStage, RouterWeights
 from colibri_mp.kernels.team import ThreadTeam
 from colibri_mp.lookahead import MOST_ROWS, Lookahead
-from colibri_mp.models.structure import ModelSpec
 from colibri_mp.resident import ResidentLayer
 from colibri_mp.specs import RouterSpec
 from colibri_mp.trial import Trial
@@ -18,12 +18,12 @@ from colibri_mp.trial import Trial
 HIDDEN, NUM_EXPERTS, NUM_LAYERS = 32, 12, 4
 
 
-class _Model:
-    """As much of a model as a prediction looks at."""
+ROUTER = RouterSpec(NUM_EXPERTS, 3, norm_topk_prob=False)
 
-    router = RouterSpec(NUM_EXPERTS, 3, norm_topk_prob=True)
-    hidden = HIDDEN
-    norm_eps = 1e-6
+
+class _Thread:
+    """The thread that predicts."""
+
     team: ThreadTeam
 
 
@@ -41,8 +41,8 @@ def layers(dense: int | None = None) -> list[ResidentLayer]:
 
 @pytest.fixture(autouse=True)
 def team() -> Iterator[None]:
-    """The thread that predicts."""
-    with ThreadTeam(1) as _Model.team:
+    """It runs while a test does."""
+    with ThreadTeam(1) as _Thread.team:
         yield
 
 
@@ -54,10 +54,16 @@ def sent() -> list[tuple[int, int, list[int]]]:
 
 def make(sent: list[tuple[int, int, list[int]]], width: int = 0, distance: int = 1, **more: Any) -> Lookahead:
     """A lookahead that notes its hints in `sent`."""
-    model: ModelSpec = _Model()  # type: ignore[assignment]
-    dense = more.pop("dense", None)
+    parts = layers(more.pop("dense", None))
+    width = width or ROUTER.top_k
+    stage = RouterStage(_Thread.team, replace(ROUTER, top_k=width), HIDDEN, 1e-6, MOST_ROWS)
+
+    def predict(layer_idx: int, norm_idx: int, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return stage(x, parts[norm_idx].mlp_norm, parts[layer_idx].router)[1:]
+
     send = None if more.pop("measured", False) else lambda *hint: sent.append((*hint[:2], hint[2].tolist()))
-    return Lookahead(_Model.team, model, layers(dense), width, distance, send, more.pop("trial", None))
+    has_router = [part.router is not None for part in parts]
+    return Lookahead(predict, has_router, width, distance, send, more.pop("trial", None))
 
 
 def expected(target: int, norm_of: int, x: np.ndarray, width: int) -> list[int]:

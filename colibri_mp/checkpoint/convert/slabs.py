@@ -32,11 +32,10 @@ _BLOCK_VALUES = 1 << 20
 
 
 class _Rows(NamedTuple):
-    """Rows `first ... first + num_rows` of a projection [rows, cols] whose packed form starts at `slab_offset`."""
+    """Rows `first ... first + num_rows` of a projection of `cols` columns whose packed form starts at `slab_offset`."""
 
     projection: str
     recoding: Recoding
-    rows: int
     cols: int
     first: int
     num_rows: int
@@ -147,12 +146,13 @@ def _state(file: FileIO) -> tuple[int, int]:
 
 
 def _row_blocks(job: LayerJob) -> Iterator[_Rows]:
-    """Blocks of about a million values, whole row blocks of the packed layout."""
+    """Blocks of about a million values, whole row blocks of the packed layout and whole tiles of what is stored."""
     for piece, recoding in zip(job.header.pieces, job.recodings, strict=False):  # biases come after the matrices
-        step = max(_BLOCK_VALUES // piece.cols // BLOCK_ROWS, 1) * BLOCK_ROWS
+        block = max(BLOCK_ROWS, recoding.stored.row_tile)
+        step = max(_BLOCK_VALUES // piece.cols // block, 1) * block
         for first in range(0, piece.rows, step):
             num_rows = min(step, piece.rows - first)
-            yield _Rows(piece.projection, recoding, piece.rows, piece.cols, first, num_rows, piece.offset)
+            yield _Rows(piece.projection, recoding, piece.cols, first, num_rows, piece.offset)
 
 
 def _parts(job: LayerJob, pieces: Sequence[Bytes]) -> dict[str, list[Bytes]]:
@@ -173,9 +173,9 @@ def _fill_biases(job: LayerJob, pieces: Sequence[Bytes], slab: Bytes) -> None:
 
 def _fill_rows(block: _Rows, parts: Sequence[Bytes], slab: Bytes) -> Rounding | None:
     """Recode and pack some rows into their place in the slab; what rounding cost."""
-    _, recoding, rows, cols, first, num_rows, slab_offset = block
+    _, recoding, cols, first, num_rows, slab_offset = block
     target = recoding.target.format
-    slices = [part.reshape(rows, -1)[first : first + num_rows].reshape(-1) for part in parts]
+    slices = recoding.stored.take_rows(parts, cols, first, num_rows)
     start = slab_offset + packed_bytes(target, first, cols)
     return recode_rows(recoding, num_rows, cols, slices, slab[start : start + packed_bytes(target, num_rows, cols)])
 

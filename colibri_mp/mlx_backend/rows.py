@@ -1,0 +1,50 @@
+"""What several parts of a layer need of rows: norms, rotary embedding, and which rows of a step are of one sequence."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from colibri_mp.kernels.attention_inputs import Batch
+from colibri_mp.kernels.rope import RopeTables
+from colibri_mp.mlx_backend.device import to_device
+
+
+def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """x * (mean(x^2) + eps)^-0.5 * weight over the last axis, float32."""
+    return x * mx.rsqrt(mx.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+class Rope:
+    """The tables of `kernels.rope` on the device: one definition of every kind of rotary embedding."""
+
+    def __init__(self, tables: RopeTables) -> None:
+        self._half = tables.rotary_dim // 2
+        self._cos, self._sin = to_device(tables.cos), to_device(tables.sin)
+        mx.eval(self._cos, self._sin)
+
+    def __call__(self, heads: mx.array, positions: mx.array) -> mx.array:
+        """[T, heads, head_dim]: pairs (i, i + rotary_dim / 2) turned by the angle of their position [T]; the rest is left alone."""
+        half = self._half
+        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
+        first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
+        return mx.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+
+class Run(NamedTuple):
+    """Rows first ... end of a step, of one sequence, at consecutive positions from `position` on."""
+
+    first: int
+    end: int
+    sequence: int
+    position: int
+
+
+def runs(batch: Batch) -> Iterator[Run]:
+    """The rows of a step by sequence."""
+    same = (np.diff(batch.sequence_idx) == 0) & (np.diff(batch.positions) == 1)
+    starts = [0, *(np.flatnonzero(~same) + 1).tolist(), len(batch.positions)]
+    for first, end in pairwise(starts):
+        yield Run(first, end, int(batch.sequence_idx[first]), int(batch.positions[first]))
