@@ -28,6 +28,22 @@ class Blocks(Protocol):
         """The inverse of `copy_block`."""
 
 
+class Slots(Protocol):
+    """The states of recurrent layers by slot: what session files need of them. Without such layers there are no slots."""
+
+    num_slots: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot, in all layers."""
+
+    def copy_slot(self, slot: int) -> Bytes:
+        """What a slot holds, uint8 [slot_bytes]."""
+
+    def set_slot(self, slot: int, data: Bytes) -> None:
+        """The inverse of `copy_slot`."""
+
+
 class Predictor(Protocol):
     """What a router would choose for rows that are not its own."""
 
@@ -41,6 +57,10 @@ class Backend(Protocol):
     @property
     def caches(self) -> Blocks:
         """All that is kept of earlier positions, by block."""
+
+    @property
+    def states(self) -> Slots:
+        """All that recurrent layers know of sequences, by slot; what a step does with slots is in `Batch.state_runs`."""
 
     @property
     def description(self) -> str:

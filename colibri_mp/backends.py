@@ -32,7 +32,8 @@ def _cpu(checkpoint: Checkpoint, model: ModelSpec, plan: Plan, config: LaunchCon
     limits = StageLimits(plan.prefill_chunk, plan.ctx_tokens, plan.num_threads, config.planes, config.kv_bits)
     rows = max_logit_rows(model.vocab_size, plan.prefill_chunk)
     weights = load_resident(checkpoint, model)
-    return CpuBackend(team, lone_team, model, weights, limits, num_blocks_for(plan.kv_tokens), rows)
+    num_blocks = num_blocks_for(plan.kv_tokens)
+    return CpuBackend(team, lone_team, model, weights, limits, num_blocks, config.state_slots, rows)
 
 
 def _mlx(checkpoint: Checkpoint, model: ModelSpec, plan: Plan, _config: LaunchConfig, _stack: ExitStack) -> Backend:

@@ -85,6 +85,10 @@ class LaunchConfig:
     kv_bits: int = _setting(
         32, "bits of a number in the KV cache: 32 exact, 8 a quarter of the memory (lossy)", choices=(32, 8)
     )
+    state_slots: int = _setting(
+        8, "states of recurrent layers that there is memory for: one for each session that runs, the others for what is kept "
+        "of earlier ones", least=1, metavar="N",
+    )  # fmt: skip
     prefix_cache: Literal["on", "off"] = _setting(
         "on",
         "keep the KV of what was computed until its memory is needed, and share it between requests that begin alike",

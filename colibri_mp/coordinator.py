@@ -26,7 +26,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from colibri_mp.backend import Backend, Blocks
+from colibri_mp.backend import Backend, Blocks, Slots
 from colibri_mp.backend_choice import with_backend
 from colibri_mp.backends import make_backend
 from colibri_mp.checkpoint.experts import ExpertLayer
@@ -113,6 +113,7 @@ class Coordinator:
         self._should_stop = should_stop
         self._backend = backend
         self.kv: Blocks = backend.caches
+        self.states: Slots = backend.states
         self._last_step = 0
         self._current: Step | None = None  # whose times and predictions are being noted
         self._totals: defaultdict[int, Counter[str]] = defaultdict(Counter)  # by worker id
@@ -462,7 +463,14 @@ def make_batch(rows: list[Rows]) -> Batch:
     block_table = np.zeros((len(rows), max(len(part.sequence.blocks) for part in rows)), np.int32)
     for idx, part in enumerate(rows):
         block_table[idx, : len(part.sequence.blocks)] = part.sequence.blocks
-    return Batch(positions, sequence_idx, block_table)
+    return Batch(positions, sequence_idx, block_table, state_runs(rows))
+
+
+def state_runs(rows: list[Rows]) -> Ints:
+    """What a step does with recurrent states, as `Batch` has it, int32 [N, 4]."""
+    runs = np.array([run for part in rows for run in part.state_runs], np.int32).reshape(-1, 3)
+    first = np.cumsum(runs[:, 0], dtype=np.int32) - runs[:, 0]
+    return np.column_stack([first, runs])
 
 
 def rows_in(left: list[Rows], rows: list[Rows]) -> NDArray[np.bool_]:

@@ -36,13 +36,13 @@ class CpuBackend:
 
     def __init__(
         self, team: ThreadTeam, lone_team: ThreadTeam, model: ModelSpec, weights: ResidentWeights, limits: StageLimits,
-        num_blocks: int, max_logit_rows: int,
+        num_blocks: int, num_state_slots: int, max_logit_rows: int,
     ) -> None:  # fmt: skip
         """`lone_team`: for predictions, which are made while the workers use the machine: one thread."""
         self._model, self._weights = model, weights
         self._team, self._lone_team, self._planes = team, lone_team, limits.planes
-        mixers = Mixers(team, model, limits, num_blocks)
-        self.caches = mixers.caches
+        mixers = Mixers(team, model, limits, num_blocks, num_state_slots)
+        self.caches, self.states = mixers.caches, mixers.states
         router = RouterStage(team, model.router, model.hidden, model.norm_eps, limits.max_rows)
         blocks: dict[MixerStage, BlockStage] = {
             stage: BlockStage(team, stage, router) for stage in {layer.stage for layer in mixers.layers}

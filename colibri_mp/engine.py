@@ -289,7 +289,7 @@ class Engine:
             num_left[idx] -= 1
             if not rows or not num_left[idx] or len(self._requests) != num_requests:
                 return []
-            groups[idx] = [Rows(part.sequence, part.sequence.num_computed, 1) for part in rows]
+            groups[idx] = self.scheduler.schedule_again(rows)
             return [groups[idx]]
 
         self.model.forward_groups([*groups], look, ended)

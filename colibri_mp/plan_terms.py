@@ -120,6 +120,8 @@ class Sizes:
         bits = self.config.kv_bits
         name = f"KV cache, {self.kv_tokens} tokens" + (f" in {bits} bits" if bits != 32 else "")
         yield Term("coordinator", name, self.kv(self.kv_tokens))
+        if num_bytes := kinds.state_bytes(self.model, slots := self.config.state_slots):
+            yield Term("coordinator", f"states of recurrent layers, {slots} slots", num_bytes)
 
     def worker_terms(self, worker_id: int, group: Sequence[ExpertLayer]) -> Iterator[Term]:
         """A worker's terms but its pool."""

@@ -5,8 +5,8 @@ Pure bookkeeping, no arrays and no processes, so it is tested alone. A `Sequence
 what a short one does not need goes to the longer ones, so that a prompt within its share is computed in the very next step.
 
 Waiting sequences are admitted in order of arrival as soon as KV blocks for their whole projected length are free; what others
-have computed of their tokens they take (`prefix`). One that does not fit yet lets later ones that do overtake it,
-`MOST_OVERTAKEN` at most: then all behind it wait with it.
+have computed of their tokens they take (`prefix`). Where layers have recurrent states, a slot for one must be free too. One
+that does not fit yet lets later ones that do overtake it, `MOST_OVERTAKEN` at most: then all behind it wait with it.
 """
 
 from collections import deque
@@ -18,6 +18,7 @@ from colibri_mp.errors import ColibriError
 from colibri_mp.kvcache import BlockAllocator
 from colibri_mp.messages import Floats
 from colibri_mp.prefix import PrefixSharing
+from colibri_mp.sequence_states import SequenceState, SequenceStates, StateRun
 
 MOST_OVERTAKEN = 8
 """Later sequences that may be admitted before a waiting one: blocks are not left idle for long, and nobody starves."""
@@ -34,7 +35,7 @@ class Sequence:
     `max_chunk` limits prompt rows a step; `projected_tokens` is the most it can grow to. `all_logits`: logits of every
     row are wanted, not only of the last. `num_overtaken`: later ones that were admitted while it waited. `num_taken`:
     computed by others; `keys`: of its blocks, as far as needed, of which the first `num_published` may be found by others.
-    `draft`: what may come next, guessed (see `drafting`).
+    `draft`: what may come next, guessed (see `drafting`). `state`: where those of recurrent layers are.
     """
 
     token_ids: list[int]
@@ -48,6 +49,11 @@ class Sequence:
     num_published: int = 0
     num_taken: int = 0
     draft: list[int] = field(default_factory=list)
+    num_prompt: int = field(init=False)
+    state: SequenceState = field(default_factory=SequenceState)
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.token_ids)
 
     @property
     def is_waiting(self) -> bool:
@@ -62,12 +68,16 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Rows:
-    """`count` tokens of `sequence` from position `start` on, computed in one step; `draft` are the last of them, if any are guessed."""
+    """`count` tokens of `sequence` from position `start` on, computed in one step; `draft` are the last of them, if any are guessed.
+
+    `state_runs`: where recurrent states are and go.
+    """
 
     sequence: Sequence
     start: int
     count: int
     draft: tuple[int, ...] = ()
+    state_runs: tuple[StateRun, ...] = ()
 
     @property
     def num_known(self) -> int:
@@ -112,22 +122,23 @@ class Scheduler:
 
     A step has at most `max_rows` rows, and at most `max_logits` of them need logits (None: no matter how many).
     `prefix_root`: see `PrefixSharing`. `max_guessing`: rows of decoding sequences in a step where tokens are guessed, these included
-    (more would need experts that the pools cannot hold together).
+    (more would need experts that the pools cannot hold together). `num_state_slots`: see `SequenceStates`.
     """
 
     def __init__(
         self, allocator: BlockAllocator, max_rows: int, max_logits: int | None = None, prefix_root: str | None = None,
-        max_guessing: int = 0,
+        max_guessing: int = 0, num_state_slots: int = 0,
     ) -> None:  # fmt: skip
         self.allocator = allocator
-        self.prefix = PrefixSharing(allocator, prefix_root)
+        self.states = SequenceStates(num_state_slots, allocator.block_tokens)
+        self.prefix = PrefixSharing(allocator, self.states, prefix_root)
         self.max_rows = max_rows
         self.max_logits = max_rows if max_logits is None else min(max_rows, max_logits)
         self.max_guessing = max_guessing
         self.admits = True
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._refused: tuple[int, int] | None = None  # free blocks and waiting sequences when no more could be admitted
+        self._refused: tuple[int, int, int] | None = None  # what there was when no more could be admitted: `_supply`
 
     @property
     def has_work(self) -> bool:
@@ -152,6 +163,7 @@ class Scheduler:
         if sequence in self.running:
             self.running.remove(sequence)
         self.allocator.release(sequence.blocks)
+        self.states.end(sequence)
 
     def schedule(self) -> list[Rows]:
         """Rows of the next step; empty if there is nothing to do. Admits waiting sequences first."""
@@ -167,7 +179,7 @@ class Scheduler:
         num_decoding = sum(part.count for part in rows)
         rows += self._share(prompts, self.max_rows - num_decoding, self.max_logits - num_decoding)
         self._rotate(rows)
-        return rows
+        return [self.states.plan(part) for part in rows]
 
     def _guess(self, decoding: list[Sequence], most: int) -> list[Rows]:
         """A row for each, and for guesses what `most` rows leave, in equal shares."""
@@ -187,7 +199,11 @@ class Scheduler:
             if not sequence.is_waiting and sequence.num_pending <= left and not sequence.all_logits:
                 rows.append(Rows(sequence, sequence.num_computed, sequence.num_pending))
                 left -= sequence.num_pending
-        return rows[: self.max_logits]
+        return [self.states.plan(part) for part in rows[: self.max_logits]]
+
+    def schedule_again(self, rows: list[Rows]) -> list[Rows]:
+        """The next token of the sequences of some rows that have just been computed."""
+        return [self.states.plan(Rows(part.sequence, part.sequence.num_computed, 1)) for part in rows]
 
     def _share(self, prompts: list[Sequence], left: int, logits_left: int) -> list[Rows]:
         """Equal shares of `left` rows for prompts, the shortest first, so that what these leave goes to the longer ones."""
@@ -211,6 +227,7 @@ class Scheduler:
         for part in rows:
             part.sequence.num_computed += part.num_known
             self.prefix.publish(part.sequence)
+            self.states.advance(part)
 
     def accept(self, sequence: Sequence) -> None:
         """The next guess of the last step has turned out right: its KV stands."""
@@ -219,11 +236,15 @@ class Scheduler:
         self.prefix.publish(sequence)
 
     def admit(self) -> None:
-        """Let waiting sequences run, as far as KV blocks and `admits` allow."""
-        if not self.admits or self._refused == (self.allocator.num_free, len(self.waiting)):
+        """Let waiting sequences run, as far as KV blocks, slots for states and `admits` allow."""
+        if not self.admits or self._refused == self._supply():
             return
         self._admit_in_order()
-        self._refused = (self.allocator.num_free, len(self.waiting))
+        self._refused = self._supply()
+
+    def _supply(self) -> tuple[int, int, int]:
+        """Free blocks, slots to be had, and how many wait for them."""
+        return self.allocator.num_free, self.states.slots.num_takeable(), len(self.waiting)
 
     def _admit_in_order(self) -> None:
         passed: list[Sequence] = []
@@ -247,6 +268,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that blocks are held by running sequences only, as often as counted, and suffice."""
         self.allocator.check_integrity([s.blocks for s in self.running])
+        self.states.check_integrity(self.running)
         for sequence in self.running:
             assert len(sequence.blocks) == self.allocator.blocks_for(sequence.projected_tokens)
             assert sequence.num_computed <= len(sequence.token_ids) <= sequence.projected_tokens

@@ -151,7 +151,8 @@ class Service:
                 self.coordinator.plan.prefill_chunk,
                 self.coordinator.max_logit_rows,
                 self._prefix_root(),
-                self.coordinator.rows_held_together(),
+                0 if self.coordinator.states.num_slots else self.coordinator.rows_held_together(),
+                self.coordinator.states.num_slots,
             ),
             tokenizer,
             sampling_defaults(checkpoint),
@@ -162,8 +163,9 @@ class Service:
             Overlap(self._config.overlap),
         )
         self.coordinator.on_wait = self.control.flush
-        scheduler = self.engine.scheduler
-        self.sessions = SessionStore(self.coordinator.kv, allocator, scheduler.prefix, self.coordinator.kv_identity())
+        self.sessions = SessionStore(
+            self.coordinator.kv, self.coordinator.states, self.engine.scheduler, self.coordinator.kv_identity()
+        )
         self.monitor = Monitor(self._make_governor(), self._read_pressure, self._relieve)
         self._processes = self.coordinator.processes()
         self._sample_memory()

@@ -25,7 +25,8 @@ class AttentionSpec:
     `qk_norm`: RMS norm of q and k not at all, over each head, or over the whole projection; before the rotary embedding.
     `clip_qkv`: q, k and v are clamped to [-clip_qkv, clip_qkv] after the norm (OLMoE). `window`: position s is visible from
     t iff 0 <= t - s < window; None: all. `scale` multiplies the scores, usually head_dim^-0.5. The biases of q, k and v come together.
-    `sinks`: each head has a logit more in its softmax, whose probability goes nowhere (gpt_oss).
+    `sinks`: each head has a logit more in its softmax, whose probability goes nowhere (gpt_oss). `gated`: what the heads give is
+    multiplied by the sigmoid of a projection of its own (Qwen3-Next); its rows follow those of q, in the same matrix.
     """
 
     hidden: int
@@ -40,6 +41,7 @@ class AttentionSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     sinks: bool = False
+    gated: bool = False
 
     def __post_init__(self) -> None:
         if min(self.hidden, self.num_heads, self.num_kv_heads) <= 0 or self.num_heads % self.num_kv_heads:
@@ -54,6 +56,10 @@ class AttentionSpec:
             raise CheckpointError(f"a sliding window of {self.window} tokens is impossible")
         if self.clip_qkv is not None and not self.clip_qkv > 0:
             raise CheckpointError(f"clip_qkv must be positive, not {self.clip_qkv}")
+        if self.gated and (self.qkv_bias or self.qk_norm == "full"):
+            raise CheckpointError(
+                "attention with a gate and biases of q, k and v, or a norm of all of q, is not supported"
+            )
 
     @property
     def group_size(self) -> int:
@@ -62,13 +68,72 @@ class AttentionSpec:
 
     @property
     def q_width(self) -> int:
-        """Elements of all query heads of a token: rows of q, columns of o."""
+        """Elements of all query heads of a token: columns of o, and rows of q but for those of a gate."""
         return self.num_heads * self.head_dim
+
+    @property
+    def q_rows(self) -> int:
+        """Rows of q, those of a gate included."""
+        return self.q_width * (2 if self.gated else 1)
 
     @property
     def kv_width(self) -> int:
         """Elements of all key heads of a token: rows of k and of v."""
         return self.num_kv_heads * self.head_dim
+
+
+QK_EPS = 1e-6
+"""Added to the squares of a gated delta net's q and k before they are divided by their length: fixed in the references."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetSpec:
+    """Shape of one gated delta net (arXiv 2412.06464): linear attention over a state of fixed size in place of a cache.
+
+    Each of `num_key_heads` key heads has a query and a key of `key_dim` elements and serves the `group_size` value heads that come
+    one after the other; a value head has values of `value_dim` elements and a state [key_dim, value_dim]. q, k and v go through a
+    causal convolution over the last `conv_tokens` tokens, each channel by itself. `norm_eps`: of the norms of x and of the heads.
+    """
+
+    hidden: int
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_tokens: int
+    norm_eps: float
+
+    def __post_init__(self) -> None:
+        if min(self.hidden, self.num_key_heads, self.num_value_heads) <= 0 or self.num_value_heads % self.num_key_heads:
+            raise CheckpointError(
+                f"a gated delta net of width {self.hidden} with {self.num_key_heads} key heads and {self.num_value_heads} "
+                "value heads is impossible"
+            )
+        for name, width in (("linear_key_head_dim", self.key_dim), ("linear_value_head_dim", self.value_dim)):
+            if not 0 < width <= MAX_HEAD_DIM or width % 16:
+                raise CheckpointError(f"{name} must be a multiple of 16 and at most {MAX_HEAD_DIM}, not {width}")
+        if not 1 < self.conv_tokens <= 16:
+            raise CheckpointError(f"a convolution over {self.conv_tokens} tokens is not supported: 2 to 16 are")
+
+    @property
+    def group_size(self) -> int:
+        """Value heads of one key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def key_width(self) -> int:
+        """Elements of all key heads of a token: rows of q and of k."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        """Elements of all value heads of a token: rows of v and of z, columns of out."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def conv_width(self) -> int:
+        """Channels of the convolution: q, k and v of a token."""
+        return 2 * self.key_width + self.value_width
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.config import BackendName, Verify
 from colibri_mp.errors import ProtocolError, ReadError
 from colibri_mp.kernels.layout import pack
-from colibri_mp.kernels.team import ThreadTeam
 from colibri_mp.messages import Frame, PoolEvent, PoolReport, StepBuffers, StepCounters, Wish, route_head
 from colibri_mp.shm.layout import LayerSlots
 from colibri_mp.shm.policy import DEFAULT_EVICTION, Eviction
@@ -34,7 +33,7 @@ from colibri_mp.workers.background import Background
 from colibri_mp.workers.copies import Copy, ExpertCopies
 from colibri_mp.workers.expert_reader import ExpertReader
 from colibri_mp.workers.slab_audit import SlabAudit
-from colibri_mp.workers.stages import MAKERS, BoundStep, ExpertLimits, Stage
+from colibri_mp.workers.stages import MAKERS, BoundStep, Computing, ExpertLimits, Stage
 from colibri_mp.workers.streamer import Landed, Streamer
 
 Floats = NDArray[np.float32]
@@ -147,15 +146,15 @@ class Worker:
                 eviction=config.eviction,
             )  # fmt: skip
             stack.callback(self._pool.close)
-            self._team = ThreadTeam(config.num_threads)
-            stack.callback(self._team.close)
+            self._computing = self._make_computing()
+            stack.callback(self._computing.close)
             copies = ExpertCopies(config.copies)
             reader = ExpertReader(copies, config.expert_layers, pack, config.verify)
             self._streamer = Streamer(reader, config.io_threads)
             stack.callback(self._streamer.close)
             self._audit = SlabAudit(reader) if config.verify == "always" else None
             self._layers = {layer.layer: layer for layer in config.expert_layers}
-            self._stages = self._make_stages()
+            self._stages = self._computing.stages
             self._background = Background(self._pool, self._begin_background, self._call_off)
             self._resources = stack.pop_all()
         self._reads: dict[int, int] = {}  # slot -> generation of the read that fills it
@@ -170,6 +169,7 @@ class Worker:
         self._reported, self._reported_at = PoolReport(config.worker_id), 0.0
         self.notes: tuple[str, ...] = (
             f"expert reads, {config.io_threads} at a time in each worker: {copies.description}",
+            *self._computing.notes,
         )
         if num_resident := self._pool.num_resident():
             self.notes += (f"worker {config.worker_id} found {num_resident} experts in its pool",)
@@ -260,7 +260,7 @@ class Worker:
 
     def expect_step(self) -> None:
         """A step is on its way: wake the compute threads, which takes as long as reading the message."""
-        self._team.expect()
+        self._computing.expect()
 
     def settle(self) -> None:
         """Make the experts of the last step evictable. Idempotent."""
@@ -439,10 +439,10 @@ class Worker:
 
     # ── start and checks ───────────────────────────────────────────────────────────────────────────────────
 
-    def _make_stages(self) -> dict[int, Stage]:
+    def _make_computing(self) -> Computing:
         config = self.config
-        limits = ExpertLimits(config.max_tokens, config.top_k, config.planes, config.device_bytes)
-        return MAKERS[config.backend](self._team, config.expert_layers, limits)
+        limits = ExpertLimits(config.max_tokens, config.top_k, config.num_threads, config.planes, config.device_bytes)
+        return MAKERS[config.backend](config.expert_layers, limits)
 
     def _check_arrays(self, layer: int, x: Floats, ids: Ints, weights: Floats, out: Floats) -> None:
         if layer not in self._layers:

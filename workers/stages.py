@@ -4,8 +4,8 @@ cpu    the compiled kernels, on slabs as they lie in the pool; layers of one sha
 mlx    MLX, on experts that it holds on its device, in a tier above the pool; layers of one shape share a tier
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,43 +57,54 @@ class ExpertLimits:
 
     max_tokens: int
     top_k: int
+    num_threads: int
     planes: int
     device_bytes: int
 
 
-Maker = Callable[[ThreadTeam, Sequence[ExpertLayer], ExpertLimits], dict[int, Stage]]
+class Computing(Protocol):
+    """What computes for a worker. `stages`: of each layer; `notes`: the choices made at start."""
+
+    @property
+    def stages(self) -> Mapping[int, Stage]:
+        """The stage of each layer."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is to be said of it at launch."""
+
+    def expect(self) -> None:
+        """A step is on its way: the moment to wake threads."""
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
 
 
-def cpu_stages(team: ThreadTeam, layers: Sequence[ExpertLayer], limits: ExpertLimits) -> dict[int, Stage]:
-    """Compiled stages, by layer; layers of one shape share one, buffers included."""
-    most: Counter[ExpertShape] = Counter()
-    for layer in layers:
-        most[layer.shape] = max(most[layer.shape], layer.num_experts)
-    by_shape = {
-        shape: ExpertStage(team, shape, num_experts, limits.max_tokens, limits.top_k, limits.planes)
-        for shape, num_experts in most.items()
-    }
-    return {layer.layer: by_shape[layer.shape] for layer in layers}
+class CpuComputing:
+    """Compiled stages; layers of one shape share one, buffers included."""
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, layers: Sequence[ExpertLayer], limits: ExpertLimits) -> None:
+        self._team = ThreadTeam(limits.num_threads)
+        self.expect, self.close = self._team.expect, self._team.close
+        most: Counter[ExpertShape] = Counter()
+        for layer in layers:
+            most[layer.shape] = max(most[layer.shape], layer.num_experts)
+        by_shape = {
+            shape: ExpertStage(self._team, shape, num_experts, limits.max_tokens, limits.top_k, limits.planes)
+            for shape, num_experts in most.items()
+        }
+        self.stages: Mapping[int, Stage] = {layer.layer: by_shape[layer.shape] for layer in layers}
 
 
-def mlx_stages(_team: ThreadTeam, layers: Sequence[ExpertLayer], limits: ExpertLimits) -> dict[int, Stage]:
-    """Stages on MLX, by layer. Imports it."""
-    from colibri_mp.mlx_backend import device
-    from colibri_mp.mlx_backend.expert_stage import MlxExpertStage
-    from colibri_mp.mlx_backend.expert_tier import ExpertTier, tier_slots
+def _mlx(layers: Sequence[ExpertLayer], limits: ExpertLimits) -> Computing:
+    from colibri_mp.mlx_backend.computing import MlxComputing
 
-    device.prepare()
-    groups: defaultdict[ExpertShape, list[ExpertLayer]] = defaultdict(list)
-    for layer in layers:
-        groups[layer.shape].append(layer)
-    slots = tier_slots(
-        {shape: sum(x.num_experts for x in group) for shape, group in groups.items()}, limits.device_bytes
-    )
-    stages: dict[int, Stage] = {}
-    for shape, group in groups.items():
-        tier = ExpertTier(shape, {x.layer: x.num_experts for x in group}, slots[shape], limits.top_k)
-        stages |= {x.layer: MlxExpertStage(tier, x.layer, limits.max_tokens, limits.top_k) for x in group}
-    return stages
+    return MlxComputing(layers, limits)
 
 
-MAKERS: dict[BackendName, Maker] = {"cpu": cpu_stages, "mlx": mlx_stages}
+MAKERS: dict[BackendName, Callable[[Sequence[ExpertLayer], ExpertLimits], Computing]] = {
+    "cpu": CpuComputing,
+    "mlx": _mlx,
+}

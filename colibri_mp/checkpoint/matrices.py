@@ -6,8 +6,8 @@ A stack of matrices has leading dims.
 Shapes are held against what the config asks for; a difference is an error that names both. Encodings: `quantisation`.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from colibri_mp.checkpoint.container import PackedLayer
@@ -29,7 +29,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
-    """A matrix [rows, cols] as stored; `pieces` are in the order of `encoding.parts`, each row-major."""
+    """A matrix [rows, cols] as stored; `pieces` are in the order of `encoding.parts`, each row-major.
+
+    Of a matrix whose rows come from several places there are several pieces a part, as many for each, which follow one another.
+    """
 
     name: str
     rows: int
@@ -41,6 +44,27 @@ class StoredMatrix:
     def stored_bytes(self) -> int:
         """Bytes of all pieces."""
         return sum(piece.nbytes for piece in self.pieces)
+
+
+def take_rows(matrix: StoredMatrix, runs: Sequence[tuple[int, int]]) -> StoredMatrix:
+    """The matrix that is made of runs (first row, number of rows) of another one, in this order.
+
+    Raises `CheckpointError` if its scales belong to more rows than a run has.
+    """
+    assert len(matrix.pieces) == len(matrix.encoding.parts)
+    encoding, cols = matrix.encoding, matrix.cols
+    for first, count in runs:
+        if first % encoding.row_tile or count % encoding.row_tile:
+            raise CheckpointError(
+                f"{matrix.name}: rows {first} to {first + count} cannot be taken by themselves, "
+                f"stored as {encoding.describe()}; use a checkpoint with another quantisation of this matrix"
+            )
+    pieces = tuple(
+        Piece(piece.file_idx, piece.offset + encoding.part_bytes(first, cols)[i], encoding.part_bytes(count, cols)[i])
+        for i, piece in enumerate(matrix.pieces)
+        for first, count in runs
+    )
+    return replace(matrix, rows=sum(count for _, count in runs), pieces=pieces)
 
 
 class Shape(NamedTuple):

@@ -37,7 +37,10 @@ _DAMAGED = "the file is damaged: fetch it again"
 
 
 class TensorInfo(NamedTuple):
-    """One tensor: `dtype` as safetensors names it, `offset` in bytes from the start of file `file_idx`."""
+    """One tensor: `dtype` as safetensors names it, `offset` in bytes from the start of file `file_idx`.
+
+    `added` is not in the file: a vector's values are that much more than what is stored (norms that are stored as w and used as 1 + w).
+    """
 
     name: str
     dtype: str
@@ -45,6 +48,7 @@ class TensorInfo(NamedTuple):
     file_idx: int
     offset: int
     nbytes: int
+    added: float = 0.0
 
 
 class Header(NamedTuple):

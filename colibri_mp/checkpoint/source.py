@@ -126,12 +126,15 @@ class Checkpoint:
 
     def read_parts(self, matrix: StoredMatrix) -> list[Bytes]:
         """The stored parts of `matrix`, uint8 1-D each, in the order of its encoding's `parts`."""
-        return [self.read(*piece) for piece in matrix.pieces]
+        read = [self.read(*piece) for piece in matrix.pieces]
+        runs = len(read) // len(matrix.encoding.parts)
+        return [np.concatenate(read[i : i + runs]) if runs > 1 else read[i] for i in range(0, len(read), runs)]
 
     def read_vector(self, info: TensorInfo) -> npt.NDArray[np.float32]:
         """A norm weight or bias as float32, of the tensor's shape."""
         raw = self.read(info.file_idx, info.offset, info.nbytes)
-        return to_float32(raw, info.dtype).reshape(info.shape)
+        values = to_float32(raw, info.dtype).reshape(info.shape)
+        return values + np.float32(info.added) if info.added else values
 
 
 def has_all_files(folder: Path) -> bool:

@@ -198,6 +198,7 @@ class AttentionStage:
             if name != "v":
                 frame[f"{name}_stride"] = rows.stride
         frame["context"], frame["context_stride"] = frame["q"], frame["q_stride"]
+        frame["gate_offset"] = spec.q_width * 4 if spec.gated else 0
         frame["cos"], frame["sin"] = _address(self._tables.cos), _address(self._tables.sin)
         frame["rotary_half"] = self._tables.rotary_dim // 2
         frame["eps"], frame["clip"] = spec.norm_eps, spec.clip_qkv or 0.0
@@ -235,7 +236,7 @@ class _Sizes:
     )
 
     def __init__(self, spec: AttentionSpec, max_context: int, num_threads: int) -> None:
-        self.widths = {"q": spec.q_width, "k": spec.kv_width, "v": spec.kv_width, "out": spec.hidden}
+        self.widths = {"q": spec.q_rows, "k": spec.kv_width, "v": spec.kv_width, "out": spec.hidden}
         self.max_queries = -(-max(CHUNK_QUERIES, spec.group_size) // 16) * 16
         padded = padded_head_dim(spec.head_dim)
         self.value_parts = padded // 16

@@ -1,6 +1,6 @@
 """What a call of the attention stage is given: the weights of a block, and the rows of a step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ I32Array = NDArray[np.int32]
 class AttentionWeights:
     """Weights of one attention block. Vectors are C-contiguous float32; those that the spec lacks are None.
 
-    norm [D]; q [num_heads * head_dim, D], k and v [num_kv_heads * head_dim, D], o [D, num_heads * head_dim];
+    norm [D]; q [num_heads * head_dim, D] (a gate's rows follow), k and v [num_kv_heads * head_dim, D], o [D, num_heads * head_dim];
     q_norm and k_norm [head_dim] for "head", [rows of q], [rows of k] for "full"; sinks [num_heads]. `window`: of this layer, where
     layers differ in it alone; None: that of the spec.
     """
@@ -38,7 +38,7 @@ class AttentionWeights:
 
     def check(self, spec: AttentionSpec) -> None:
         """Our own invariant: the loader has compared the checkpoint with its configuration."""
-        rows = {"q": spec.q_width, "k": spec.kv_width, "v": spec.kv_width, "o": spec.hidden}
+        rows = {"q": spec.q_rows, "k": spec.kv_width, "v": spec.kv_width, "o": spec.hidden}
         for name, matrix in (("q", self.q), ("k", self.k), ("v", self.v), ("o", self.o)):
             shape = (rows[name], spec.q_width if name == "o" else spec.hidden)
             assert (matrix.rows, matrix.cols) == shape, f"{name} is [{matrix.rows}, {matrix.cols}], not {shape}"
@@ -61,6 +61,9 @@ class Batch:
 
     positions [T]: of each row in its sequence; sequence_idx [T]: its row of the block table;
     block_table [S, max_blocks]: id of the block that holds the positions 16 * i .. 16 * i + 15 (entries beyond are not read).
+    state_runs [N, 4], for models with recurrent states: first row, number of rows, the slot that holds the state before them (-1:
+    zeros, a sequence begins) and the slot for the state after them, which may be the same. Runs cover the rows in order; those of one
+    sequence follow each other, and the next may start from the slot that the one before ends in.
     Rows of a sequence come in ascending order of position; consecutive ones next to each other share work.
     The arrays stay as they are while the batch is in use: a stage plans once for all layers.
     """
@@ -68,9 +71,10 @@ class Batch:
     positions: I32Array
     sequence_idx: I32Array
     block_table: I32Array
+    state_runs: I32Array = field(default_factory=lambda: np.zeros((0, 4), np.int32))
 
     def __post_init__(self) -> None:
-        for array in (self.positions, self.sequence_idx, self.block_table):
+        for array in (self.positions, self.sequence_idx, self.block_table, self.state_runs):
             check_plain(array, np.int32)
         assert self.positions.shape == self.sequence_idx.shape
         assert self.block_table.ndim == 2

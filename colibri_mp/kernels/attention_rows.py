@@ -7,7 +7,18 @@ import numpy as np
 from colibri_mp.kernels.attention_tiles8 import set_code
 from colibri_mp.kernels.jit import compiled
 from colibri_mp.kernels.norm import load_up_to16, rms_norm_row, store_up_to16
-from colibri_mp.kernels.vectors import abs16, get_f32, get_i32, largest16, max16, min16, set_f32, splat16, store16
+from colibri_mp.kernels.vectors import (
+    abs16,
+    exp16,
+    get_f32,
+    get_i32,
+    largest16,
+    max16,
+    min16,
+    set_f32,
+    splat16,
+    store16,
+)
 
 NORM_NONE, NORM_HEAD, NORM_FULL = 0, 1, 2
 """`job.qk_norm`"""
@@ -51,6 +62,15 @@ def clip_row(row: int, width: int, limit: np.float32) -> None:
         for i in range(0, width, 16):
             part = load_up_to16(row + 4 * i, width - i)
             store_up_to16(row + 4 * i, max16(min16(part, splat16(limit)), splat16(-limit)), width - i)
+
+
+@compiled
+def gate_row(row: int, gate: int, width: int) -> None:
+    """row *= sigmoid(gate)."""
+    one, zero = splat16(np.float32(1.0)), splat16(np.float32(0.0))
+    for i in range(0, width, 16):
+        share = one / (one + exp16(zero - load_up_to16(gate + 4 * i, width - i)))
+        store_up_to16(row + 4 * i, load_up_to16(row + 4 * i, width - i) * share, width - i)
 
 
 @compiled

@@ -5,7 +5,7 @@
     2  turn         rows (`attention_rows`): biases, q/k norm, clip, rotary embedding, scale; keys and values go to the cache
     3  attend       chunks of queries over the cache (`attention_core`); the context takes the queries' place
     4  merge        only if phase 3 shared the splits of one chunk among threads: partials -> context
-    5  prepare      rows of the context -> prepared rows for o
+    5  prepare      rows of the context, times sigmoid(gate) if there is one -> prepared rows for o
     6  output       blocks of o rows; x += the product (+ bias)
 
 Threads take scratch memory by a ticket: see `_scratch`.
@@ -17,7 +17,7 @@ import numpy as np
 
 from colibri_mp.kernels import attention_core as core
 from colibri_mp.kernels.attention_plan import PLACE, PLACE_BYTES
-from colibri_mp.kernels.attention_rows import add_row, clip_row, finish_projection, store_in_cache
+from colibri_mp.kernels.attention_rows import add_row, clip_row, finish_projection, gate_row, store_in_cache
 from colibri_mp.kernels.attention_tiles import SPLIT_TOKENS
 from colibri_mp.kernels.block import block_frame, finish_block
 from colibri_mp.kernels.jit import Native, compiled, fixed
@@ -45,12 +45,14 @@ _SHAPE_FIELDS = ("hidden", "num_heads", "num_kv_heads", "head_dim", "group_size"
 _VECTOR_FIELDS = ("norm_weight", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "o_bias", "cos", "sin", "sinks")
 _ROW_FIELDS = (
     *("q", "k", "v", "out", "context"),
-    *("q_stride", "k_stride", "out_stride", "context_stride"),
+    *("q_stride", "k_stride", "out_stride", "context_stride", "gate_offset"),
     *("q_rows", "k_rows", "v_rows", "out_rows"),
     *("q_prepared", "k_prepared", "v_prepared", "o_prepared"),
     *("q_xs", "k_xs", "v_xs", "o_xs"),
 )
-"""`*_rows`: tables of output rows, `*_xs`: of prepared rows (see `linear`)."""
+"""`*_rows`: tables of output rows, `*_xs`: of prepared rows (see `linear`).
+
+gate_offset: bytes from q to its gate in a row of q, 0 without."""
 _CORE_FIELDS = (
     *("places", "kv_bits", "tile_bytes", "values_offset", "part_bytes", "value_parts", "max_queries", "largest_offset"),
     *("scores_offset", "partial_offset", "merged_offset", "factors_offset"),
@@ -231,6 +233,10 @@ def _prepare_phase(job: Any, control: int, tag: int) -> bool:
     chunk = take(control, tag, _PREPARE, num_chunks)
     while chunk >= 0:
         first, last = chunk * _TOKENS_A_CHUNK, min(job.num_tokens, (chunk + 1) * _TOKENS_A_CHUNK)
+        if job.gate_offset > 0:
+            for t in range(first, last):
+                context = job.context + t * job.context_stride
+                gate_row(context, context + job.gate_offset, job.num_heads * job.head_dim)
         prepare_rows(job.o_matrix, job.context, job.context_stride, job.o_prepared, first, last)
         done(control, _PREPARE)
         chunk = take(control, tag, _PREPARE, num_chunks)

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from colibri_mp.kernels import atomic, normed_linear
 from colibri_mp.kernels.attention_inputs import Batch
 from colibri_mp.kernels.jit import Native, compiled, fixed
-from colibri_mp.kernels.paged_cache import PagedCache
 from colibri_mp.kernels.router import RouterStage, RouterWeights, router_phases
 from colibri_mp.kernels.team import ThreadTeam, barrier, done, take
 
@@ -71,7 +70,7 @@ class BlockStage:
         self._router_end = self._router_start + normed_linear.FRAME.itemsize
 
     def __call__(
-        self, x: F32Array, weights: Any, cache: PagedCache | None, layer_idx: int, batch: Batch,
+        self, x: F32Array, weights: Any, cache: Any, layer_idx: int, batch: Batch,
         mlp_norm: F32Array, router: RouterWeights,
     ) -> tuple[F32Array, I32Array, F32Array]:  # fmt: skip
         """x [T, D] float32: x += mixer(norm(x)) in place; then h = mlp_norm(x) [T, D], ids [T, K] and weights [T, K].

@@ -59,6 +59,19 @@ def project(
     return heads if spec.clip_qkv is None else np.clip(heads, -spec.clip_qkv, spec.clip_qkv)
 
 
+def project_queries(h: F32Array, weights: AttentionWeights, spec: AttentionSpec) -> tuple[F32Array, F32Array | None]:
+    """q of all tokens [T, num_heads, head_dim], and the factors [T, num_heads * head_dim] of what the heads give, if they are gated."""
+    if not spec.gated:
+        return project(h, weights.q, weights.q_bias, weights.q_norm, spec.num_heads, spec), None
+    rows = linear(h, weights.q)
+    heads = rows[:, : spec.q_width].reshape(len(h), spec.num_heads, spec.head_dim)
+    if weights.q_norm is not None:
+        heads = rms_norm(heads, weights.q_norm, spec.norm_eps)
+    if spec.clip_qkv is not None:
+        heads = np.clip(heads, -spec.clip_qkv, spec.clip_qkv)
+    return heads, np.asarray(1 / (1 + np.exp(-rows[:, spec.q_width :].astype(np.float64))), np.float32)
+
+
 def attend(
     query: F32Array, keys: F32Array, values: F32Array, spec: AttentionSpec, window: int | None, sinks: F32Array | None
 ) -> F64Array:
@@ -84,7 +97,8 @@ def attention(
 ) -> None:
     """x += attention(norm(x)) in place; stores keys and values in the cache. As `attention.AttentionStage`."""
     h = rms_norm(x, weights.norm, spec.norm_eps)
-    queries = turn(project(h, weights.q, weights.q_bias, weights.q_norm, spec.num_heads, spec), tables, batch.positions)
+    q, gate = project_queries(h, weights, spec)
+    queries = turn(q, tables, batch.positions)
     keys = turn(project(h, weights.k, weights.k_bias, weights.k_norm, spec.num_kv_heads, spec), tables, batch.positions)
     values = project(h, weights.v, weights.v_bias, None, spec.num_kv_heads, spec)
     rows = list(zip(batch.positions.tolist(), batch.sequence_idx.tolist(), strict=True))
@@ -94,7 +108,7 @@ def attention(
     for t, (position, sequence) in enumerate(rows):
         past_keys, past_values = kv.read(layer_idx, batch.block_table[sequence], position + 1)
         context[t] = attend(queries[t], past_keys, past_values, spec, window, weights.sinks).reshape(-1)
-    x += linear(context, weights.o, weights.o_bias)
+    x += linear(context if gate is None else context * gate, weights.o, weights.o_bias)
 
 
 def route(

@@ -153,6 +153,33 @@ def _warm_attention() -> None:
         BlockStage(team, attention, router)(x, weights, kv, 0, batch, weights.norm, RouterWeights(matrix))
 
 
+def _warm_delta_net() -> None:
+    import numpy as np
+
+    from colibri_mp.kernels.attention_inputs import Batch
+    from colibri_mp.kernels.block import BlockStage
+    from colibri_mp.kernels.delta_net import DeltaNetStage, DeltaNetWeights, DeltaStates
+    from colibri_mp.kernels.layout import PackedMatrix, packed_bytes
+    from colibri_mp.kernels.router import RouterStage, RouterWeights
+    from colibri_mp.kernels.team import ThreadTeam, aligned_bytes
+    from colibri_mp.specs import DeltaNetSpec, RouterSpec
+
+    def matrix(rows: int) -> PackedMatrix:
+        return PackedMatrix(_SMALL, rows, 16, aligned_bytes(packed_bytes(_SMALL, rows, 16)))
+
+    spec, ones, one = DeltaNetSpec(16, 1, 1, 16, 16, 2, 1e-6), np.ones(16, np.float32), np.ones(1, np.float32)
+    weights = DeltaNetWeights(
+        norm=ones, qkv=matrix(48), z=matrix(16), b=matrix(1), a=matrix(1), out=matrix(16),
+        conv=np.ones((2, 48), np.float32), rate=-one, dt_bias=one, head_norm=ones,
+    )  # fmt: skip
+    x, zero = np.ones((1, 16), np.float32), np.zeros(1, np.int32)
+    states, batch = DeltaStates(spec, 1, 1), Batch(zero, zero, zero.reshape(1, 1), np.array([[0, 1, -1, 0]], np.int32))
+    with ThreadTeam(2) as team:
+        stage, router = DeltaNetStage(team, spec, 1), RouterStage(team, RouterSpec(16, 1, True), 16, 1e-6, 1)
+        stage(x, weights, states, 0, batch)
+        BlockStage(team, stage, router)(x, weights, states, 0, batch, ones, RouterWeights(matrix(16)))
+
+
 def _warm_head() -> None:
     import numpy as np
 
@@ -168,5 +195,5 @@ def _warm_head() -> None:
     rms_norm(x, norm, 1e-6)
 
 
-BLOCKS: dict[str, Callable[[], None]] = {"attention": _warm_attention}
+BLOCKS: dict[str, Callable[[], None]] = {"attention": _warm_attention, "gated delta net": _warm_delta_net}
 """Mixers by name, each compiled together with the router."""

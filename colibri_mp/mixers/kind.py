@@ -12,6 +12,7 @@ from colibri_mp.checkpoint.matrices import StoredMatrix
 from colibri_mp.checkpoint.safetensors_header import TensorInfo
 from colibri_mp.formats import Encoding
 from colibri_mp.kernels.block import MixerStage
+from colibri_mp.kernels.delta_inputs import DeltaStates
 from colibri_mp.kernels.layout import PackedMatrix, packed_bytes
 from colibri_mp.kernels.paged_cache import PagedCache
 from colibri_mp.kernels.rope import RopeTables
@@ -42,6 +43,18 @@ class CacheShape(Protocol):
     def __hash__(self) -> int: ...
 
 
+class StateShape(Protocol):
+    """The shape of a layer's recurrent state. Equal shapes share memory, so they are compared and hashed by value."""
+
+    def nbytes(self, num_layers: int, num_slots: int) -> int:
+        """Bytes of the states of so many layers and slots."""
+
+    def make(self, num_layers: int, num_slots: int) -> DeltaStates:
+        """Room for them. Raises MemoryPlanError when there is no memory for it."""
+
+    def __hash__(self) -> int: ...
+
+
 class WeightReader(Protocol):
     """Reads weights from a checkpoint. Raises ReadError."""
 
@@ -64,6 +77,11 @@ class MixerKind(ABC):
     @abstractmethod
     def cache_shape(self, spec: Any, kv_bits: int) -> CacheShape | None:
         """The paged cache that a layer needs, or None."""
+
+    def state_shape(self, spec: Any) -> StateShape | None:
+        """The recurrent state that a layer has, or None."""
+        del spec
+        return None
 
     @abstractmethod
     def make_stage(self, team: ThreadTeam, spec: Any, tables: RopeTables, limits: StageLimits) -> MixerStage:

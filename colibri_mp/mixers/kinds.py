@@ -7,11 +7,12 @@ from typing import Any
 from colibri_mp.formats import Encoding
 from colibri_mp.kernels.paged_cache import num_blocks_for
 from colibri_mp.mixers.attention import Attention
-from colibri_mp.mixers.kind import CacheShape, MixerKind, StageLimits
+from colibri_mp.mixers.delta_net import DeltaNet
+from colibri_mp.mixers.kind import CacheShape, MixerKind, StageLimits, StateShape
 from colibri_mp.models.structure import LayerSpec, ModelSpec
-from colibri_mp.specs import AttentionSpec
+from colibri_mp.specs import AttentionSpec, DeltaNetSpec
 
-KINDS: dict[type, MixerKind] = {AttentionSpec: Attention()}
+KINDS: dict[type, MixerKind] = {AttentionSpec: Attention(), DeltaNetSpec: DeltaNet()}
 
 
 def kind_of(layer: LayerSpec) -> MixerKind:
@@ -41,6 +42,21 @@ def kv_bytes(model: ModelSpec, num_tokens: int, kv_bits: int) -> int:
     """Bytes of the paged caches for `num_tokens` positions."""
     num_blocks = num_blocks_for(num_tokens)
     return sum(shape.nbytes(len(layers), num_blocks) for shape, layers in by_cache(model, kv_bits).items())
+
+
+def by_state(model: ModelSpec) -> dict[StateShape, list[int]]:
+    """Layers by the shape of their recurrent state; those that have none are left out."""
+    groups: defaultdict[StateShape, list[int]] = defaultdict(list)
+    for idx, layer in enumerate(model.layers):
+        shape = kind_of(layer).state_shape(layer.attention)
+        if shape is not None:
+            groups[shape].append(idx)
+    return groups
+
+
+def state_bytes(model: ModelSpec, num_slots: int) -> int:
+    """Bytes of the recurrent states of `num_slots` slots; 0 for a model that has none."""
+    return sum(shape.nbytes(len(layers), num_slots) for shape, layers in by_state(model).items())
 
 
 def scratch_bytes(model: ModelSpec, limits: StageLimits) -> int:

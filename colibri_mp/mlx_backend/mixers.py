@@ -25,4 +25,6 @@ KINDS: dict[type, MixerKind] = {
 
 def missing_kinds(model: ModelSpec) -> list[str]:
     """Names of the specs in the model that MLX does not compute."""
-    return sorted({type(layer.attention).__name__ for layer in model.layers if type(layer.attention) not in KINDS})
+    specs = {layer.attention for layer in model.layers}
+    gated = {"attention with a gate" for spec in specs if isinstance(spec, AttentionSpec) and spec.gated}
+    return sorted(gated | {type(spec).__name__ for spec in specs if type(spec) not in KINDS})

@@ -16,6 +16,7 @@ from colibri_mp.checkpoint.safetensors_header import TensorInfo
 from colibri_mp.checkpoint.source import Checkpoint
 from colibri_mp.kernels.attention_inputs import Batch
 from colibri_mp.kernels.rope import rope_tables
+from colibri_mp.kernels.state_memory import StateMemory
 from colibri_mp.messages import Floats, Ints
 from colibri_mp.mlx_backend import device
 from colibri_mp.mlx_backend.activation import activate
@@ -68,6 +69,7 @@ class MlxModel:
         self._final_norm = reader.vector(model.final_norm)
         self._layers = [reader.layer(layer, rope, num_blocks) for layer in model.layers]
         self.caches = MlxBlocks([array for layer in self._layers for array in layer.mixer.paged], num_blocks)
+        self.states = StateMemory([])  # none of its mixers has any
         self._mixer_ended_s = 0.0
 
     def embed(self, token_ids: Ints) -> Floats:

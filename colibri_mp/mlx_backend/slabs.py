@@ -22,6 +22,7 @@ from colibri_mp.mlx_backend.device import to_device
 from colibri_mp.mlx_backend.matrices import GROUP_SIZES
 
 Bytes = NDArray[np.uint8]
+_CODE_BITS: dict[str, int] = {"q4": 4, "q8": 8}
 _TYPES = {"bf16": mx.bfloat16, "f16": mx.float16, "f32": mx.float32}
 
 
@@ -37,8 +38,8 @@ class SlabMatrix:
     @property
     def bits(self) -> int:
         """Bits of a code on the device; 0: float32 values."""
-        is_native = self.format.group_size in GROUP_SIZES
-        return layout.code_bits(self.format) if is_native else 0
+        is_native = self.format.kind in _CODE_BITS and self.format.group_size in GROUP_SIZES
+        return _CODE_BITS[self.format.kind] if is_native else 0
 
     @property
     def device_bytes(self) -> int:

@@ -32,7 +32,9 @@ __all__ = [
     "supported_model_types",
 ]
 
-_FAMILIES = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+_FAMILIES = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_moe", "qwen3_next")
+_SAME_AS = {"qwen3_5_moe_text": "qwen3_5_moe"}
+"""Other names of a family."""
 # Tables that old checkpoints store although they follow from the config.
 _DERIVED = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
 _log = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 def supported_model_types() -> tuple[str, ...]:
     """The values of `model_type` in config.json that can be run."""
-    return _FAMILIES
+    return tuple(sorted((*_FAMILIES, *_SAME_AS)))
 
 
 def load_model(checkpoint: Checkpoint) -> ModelSpec:
@@ -63,12 +65,12 @@ def find_model(fields: Mapping[str, Any], table: TensorTable) -> ModelSpec:
 
 def _model_type(config: ConfigReader) -> str:
     model_type = config.text("model_type")
-    if model_type in _FAMILIES:
-        return model_type
-    near = difflib.get_close_matches(model_type, _FAMILIES, 1, 0.7)
+    if model_type in supported_model_types():
+        return _SAME_AS.get(model_type, model_type)
+    near = difflib.get_close_matches(model_type, supported_model_types(), 1, 0.7)
     hint = f" (nearest: {near[0]!r})" if near else ""
     raise CheckpointError(
-        f"config.json: model_type {model_type!r} is not supported{hint}; supported are {', '.join(_FAMILIES)}"
+        f"config.json: model_type {model_type!r} is not supported{hint}; supported are {', '.join(supported_model_types())}"
     )
 
 

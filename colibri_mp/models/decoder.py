@@ -31,7 +31,10 @@ FindMixer = Callable[[TensorTable, str, Any], MixerTensors]
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """The fields of config.json that every family has. `layer_mixers`: of each layer, where they are not all `attention`."""
+    """The fields of config.json that every family has. `layer_mixers`: of each layer, where they are not all `attention`.
+
+    `root` and `head`: where the decoder and the head are among the tensors.
+    """
 
     hidden: int
     num_layers: int
@@ -42,6 +45,8 @@ class DecoderConfig:
     attention: AttentionSpec
     rope: RopeSpec
     layer_mixers: tuple[MixerSpec, ...] = ()
+    root: str = "model"
+    head: str = "lm_head"
 
 
 def read_decoder_config(
@@ -53,6 +58,7 @@ def read_decoder_config(
     qkv_bias: bool = False,
     o_bias: bool = False,
     sinks: bool = False,
+    gated: bool = False,
     partial_rotary: float | None = None,
     default_theta: float,
     default_eps: float,
@@ -78,6 +84,7 @@ def read_decoder_config(
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         sinks=sinks,
+        gated=gated,
     )
     return DecoderConfig(
         hidden=hidden,
@@ -152,7 +159,7 @@ def find_norm(table: TensorTable, path: str, hidden: int) -> TensorInfo:
 def find_attention(table: TensorTable, layer_path: str, spec: AttentionSpec) -> AttentionTensors:
     """The tensors of grouped-query attention of the layer `layer_path`."""
     path = f"{layer_path}.self_attn"
-    q_rows = Shape((spec.q_width, spec.hidden), "num_attention_heads * head_dim, hidden_size")
+    q_rows = Shape((spec.q_rows, spec.hidden), f"{'2 * ' * spec.gated}num_attention_heads * head_dim, hidden_size")
     kv_rows = Shape((spec.kv_width, spec.hidden), "num_key_value_heads * head_dim, hidden_size")
     o_rows = Shape((spec.hidden, spec.q_width), "hidden_size, num_attention_heads * head_dim")
     return AttentionTensors(
@@ -180,9 +187,9 @@ def build_model(
     `build_mlp(table, layer)`, and `find_mixer(table, layer_path, spec)`, which gives the tensors of `decoder`'s mixers.
     """
     embed_shape = Shape((decoder.vocab_size, decoder.hidden), "vocab_size, hidden_size")
-    embed = table.matrix("model.embed_tokens", embed_shape)
+    embed = table.matrix(f"{decoder.root}.embed_tokens", embed_shape)
     specs = decoder.layer_mixers or (decoder.attention,) * decoder.num_layers
-    layers = tuple(_layer(table, i, spec, build_mlp, find_mixer) for i, spec in enumerate(specs))
+    layers = tuple(_layer(table, decoder, i, spec, build_mlp, find_mixer) for i, spec in enumerate(specs))
     if not any(isinstance(layer.mlp, MoeSpec) for layer in layers):
         raise CheckpointError("config.json: no layer has experts; only mixture-of-experts models are supported")
     return ModelSpec(
@@ -193,8 +200,8 @@ def build_model(
         norm_eps=decoder.norm_eps,
         rope=decoder.rope,
         embed=embed,
-        head=embed if decoder.tied else table.matrix("lm_head", embed_shape),
-        final_norm=find_norm(table, "model.norm", decoder.hidden),
+        head=embed if decoder.tied else table.matrix(decoder.head, embed_shape),
+        final_norm=find_norm(table, f"{decoder.root}.norm", decoder.hidden),
         layers=layers,
         predictors=tuple(_predictors(table, decoder, build_mlp, num_predictors, find_mixer)),
     )
@@ -245,14 +252,16 @@ def _predictors(
                 embed_norm=find_norm(table, f"{path}.enorm", hidden),
                 hidden_norm=find_norm(table, f"{path}.hnorm", hidden),
                 merge=table.matrix(f"{path}.eh_proj", Shape((hidden, 2 * hidden), "hidden_size, 2 * hidden_size")),
-                layer=_layer(table, i, decoder.attention, build_mlp, find_mixer),
+                layer=_layer(table, decoder, i, decoder.attention, build_mlp, find_mixer),
                 final_norm=find_norm(table, f"{path}.shared_head.norm", hidden),
             )
         table.leave_out(f"{path}.")
 
 
-def _layer(table: TensorTable, i: int, spec: MixerSpec, build_mlp: BuildMlp, find_mixer: FindMixer) -> LayerSpec:
-    path = f"model.layers.{i}"
+def _layer(
+    table: TensorTable, decoder: DecoderConfig, i: int, spec: MixerSpec, build_mlp: BuildMlp, find_mixer: FindMixer
+) -> LayerSpec:
+    path = f"{decoder.root}.layers.{i}"
     return LayerSpec(
         attention=spec,
         tensors=find_mixer(table, path, spec),

@@ -12,6 +12,7 @@ from colibri_mp.checkpoint.experts import ExpertDims
 from colibri_mp.checkpoint.matrices import Shape, TensorTable
 from colibri_mp.models.config import ConfigReader
 from colibri_mp.models.decoder import (
+    BuildMlp,
     build_dense,
     build_model,
     build_moe,
@@ -33,24 +34,28 @@ def build(config: ConfigReader, table: TensorTable) -> ModelSpec:
     )
     if config.flag("use_sliding_window", default=False):
         decoder = read_layer_windows(config, decoder, _layer_types(config, decoder.num_layers))
-    router = read_router(config, norm_topk_prob=config.flag("norm_topk_prob", default=False))
+    build_mlp = read_mlps(config, decoder.hidden, config.flag("norm_topk_prob", default=False))
+    return build_model("qwen2_moe", table, decoder, build_mlp)
+
+
+def read_mlps(config: ConfigReader, hidden: int, norm_topk_prob: bool, root: str = "model") -> BuildMlp:
+    """Experts with a gated shared one beside them, or a dense block, for the layers below `root`; Qwen3-Next and Qwen3.5 have the same."""
+    router = read_router(config, norm_topk_prob=norm_topk_prob)
     step, dense_layers = config.whole("decoder_sparse_step", default=1), config.whole_list("mlp_only_layers")
     width, shared_width = config.whole("moe_intermediate_size"), config.whole("shared_expert_intermediate_size")
-    dims = ExpertDims(router.num_experts, decoder.hidden, width, "moe_intermediate_size")
+    dims = ExpertDims(router.num_experts, hidden, width, "moe_intermediate_size")
 
     def build_mlp(table: TensorTable, layer: int) -> MoeSpec | DenseSpec:
-        path = f"model.layers.{layer}.mlp"
+        path = f"{root}.layers.{layer}.mlp"
         if layer in dense_layers or (layer + 1) % step:
-            return build_dense(table, path, decoder.hidden, config.whole("intermediate_size"))
+            return build_dense(table, path, hidden, config.whole("intermediate_size"))
         return replace(
             build_moe(table, layer, path, router, dims),
-            shared=build_dense(
-                table, f"{path}.shared_expert", decoder.hidden, shared_width, "shared_expert_intermediate_size"
-            ),
-            shared_gate=table.matrix(f"{path}.shared_expert_gate", Shape((1, decoder.hidden), "1, hidden_size")),
+            shared=build_dense(table, f"{path}.shared_expert", hidden, shared_width, "shared_expert_intermediate_size"),
+            shared_gate=table.matrix(f"{path}.shared_expert_gate", Shape((1, hidden), "1, hidden_size")),
         )
 
-    return build_model("qwen2_moe", table, decoder, build_mlp)
+    return build_mlp
 
 
 def _layer_types(config: ConfigReader, num_layers: int) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.checkpoint.matrices import StoredMatrix
 from colibri_mp.checkpoint.safetensors_header import TensorInfo
-from colibri_mp.specs import AttentionSpec, RopeSpec, RouterSpec
+from colibri_mp.specs import AttentionSpec, DeltaNetSpec, RopeSpec, RouterSpec
 
 if TYPE_CHECKING:
     from colibri_mp.kernels.layout import ExpertShape
@@ -45,8 +45,38 @@ class AttentionTensors:
         yield from (info for info in found if info is not None)
 
 
-MixerSpec = AttentionSpec
-MixerTensors = AttentionTensors
+@dataclass(frozen=True, slots=True)
+class DeltaNetTensors:
+    """Of a gated delta net. qkv: all query heads, then all key heads, then all value heads; z like v; b and a [value heads, D].
+
+    out [D, rows of v]. `conv` holds a weight for each channel and token. `norm` [D] comes before the projections, `head_norm` [value_dim]
+    after the recurrence.
+    """
+
+    norm: TensorInfo
+    qkv: StoredMatrix
+    z: StoredMatrix
+    b: StoredMatrix
+    a: StoredMatrix
+    out: StoredMatrix
+    conv: TensorInfo
+    a_log: TensorInfo
+    dt_bias: TensorInfo
+    head_norm: TensorInfo
+
+    @property
+    def matrices(self) -> Iterator[StoredMatrix]:
+        """All projections."""
+        yield from (self.qkv, self.z, self.b, self.a, self.out)
+
+    @property
+    def vectors(self) -> Iterator[TensorInfo]:
+        """All that is kept as float32."""
+        yield from (self.norm, self.conv, self.a_log, self.dt_bias, self.head_norm)
+
+
+MixerSpec = AttentionSpec | DeltaNetSpec
+MixerTensors = AttentionTensors | DeltaNetTensors
 """What a layer does before its experts, and its tensors, of the same kind. How a kind is computed: `colibri_mp.mixers`."""
 
 

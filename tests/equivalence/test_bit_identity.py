@@ -13,7 +13,7 @@ from colibri_mp.messages import Floats
 GOLDEN = Path(__file__).parents[1] / "golden"
 FIXTURES = [
     *("tiny/qwen3_moe_mixed", "tiny/olmoe", "tiny/mixtral_swa_tied", "tiny_mlx/qwen3_moe_q4"),
-    *("tiny/glm4_moe_groups", "tiny/qwen2_moe", "tiny/gpt_oss_mxfp4"),
+    *("tiny/glm4_moe_groups", "tiny/qwen2_moe", "tiny/gpt_oss_mxfp4", "tiny/qwen3_next"),
 ]
 NUM_EXPERTS, TOP_K = 8, 2  # of all fixtures but glm4_moe_groups, whose pools are no smaller than it needs
 REFERENCE = {"num_workers": 1, "num_threads": 1, "ctx": 128}

@@ -15,6 +15,7 @@ import pytest
 from worker_fixture import NUM_EXPERTS, Model, experts_of, random_batch, run_step, running
 
 from colibri_mp.errors import PoolError, ReadError
+from colibri_mp.kernels.expert import ExpertStage
 from colibri_mp.shm.layout import pool_bytes, read_layout
 from colibri_mp.shm.segment import Segment
 from colibri_mp.shm.view import PoolView
@@ -148,7 +149,7 @@ def test_defect_in_the_kernels_keeps_the_pool_sound(model: Model, monkeypatch: p
     batch = random_batch(3, 8)
     with running(model.config(6)) as worker:
         with monkeypatch.context() as patch:
-            patch.setattr(core.ExpertStage, "compute", lambda *_: 1 / 0)
+            patch.setattr(ExpertStage, "compute", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 run_step(worker, 1, batch)
         result, _ = run_step(worker, 1, batch)

@@ -13,7 +13,8 @@ from colibri_mp.checkpoint import Checkpoint, ExpertLayer, StoredMatrix, TensorI
 from colibri_mp.checkpoint.source import to_float32
 from colibri_mp.formats import Encoding
 from colibri_mp.models import DenseSpec, LayerSpec, ModelSpec, MoeSpec, RopeSpec, load_model
-from colibri_mp.specs import ClampedSwiGLU
+from colibri_mp.models.structure import DeltaNetTensors
+from colibri_mp.specs import QK_EPS, ClampedSwiGLU, DeltaNetSpec
 
 Floats = NDArray[np.float64]
 Bytes = NDArray[np.uint8]
@@ -86,6 +87,7 @@ class PlainModel:
     """A checkpoint that can be run on one sequence from its first token. Methods are small: tests put mistakes into them."""
 
     refused = -np.inf
+    unit_eps = QK_EPS
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -95,7 +97,8 @@ class PlainModel:
         """Logits [T, V] after each of the tokens `ids`."""
         x = self.matrix(self.model.embed)[ids]
         for layer in self.model.layers:
-            x = x + self.attention(layer, x)
+            is_delta = isinstance(layer.attention, DeltaNetSpec)
+            x = x + (self.delta_net(layer, x) if is_delta else self.attention(layer, x))
             hidden = self.norm(x, layer.mlp_norm)
             x = x + (self.moe(layer.mlp, hidden) if isinstance(layer.mlp, MoeSpec) else self.dense(layer.mlp, hidden))
         return self.norm(x, self.model.final_norm) @ self.matrix(self.model.head).T
@@ -135,6 +138,7 @@ class PlainModel:
         x = self.norm(x, tensors.norm)
         projections = ((tensors.q, tensors.q_bias), (tensors.k, tensors.k_bias), (tensors.v, tensors.v_bias))
         q, k, v = (x @ self.matrix(stored).T + self.vector(bias) for stored, bias in projections)
+        q, gate = q[:, : spec.q_width], q[:, spec.q_width :]
         if spec.qk_norm == "full":
             q, k = self.norm(q, tensors.q_norm), self.norm(k, tensors.k_norm)
         q, k, v = (projected.reshape(len(x), -1, spec.head_dim) for projected in (q, k, v))
@@ -144,8 +148,67 @@ class PlainModel:
         scores = np.einsum("thd,shd->hts", self.rotate(q), k) * spec.scale
         distance = np.arange(len(x))[:, None] - np.arange(len(x))
         scores[:, (distance < 0) | (distance >= (spec.window or len(x)))] = -np.inf
-        mixed = np.einsum("hts,shd->thd", self.attention_weights(scores, tensors.sinks), v)
-        return mixed.reshape(len(x), -1) @ self.matrix(tensors.o).T + self.vector(tensors.o_bias)
+        mixed = np.einsum("hts,shd->thd", self.attention_weights(scores, tensors.sinks), v).reshape(len(x), -1)
+        if spec.gated:
+            mixed = mixed * self.attention_gate(gate)
+        return mixed @ self.matrix(tensors.o).T + self.vector(tensors.o_bias)
+
+    def attention_gate(self, gate: Floats) -> Floats:
+        """The factors of what the heads give."""
+        return sigmoid(gate)
+
+    def delta_net(self, layer: LayerSpec, x: Floats) -> Floats:
+        """The gated delta net's addend to x [T, D]."""
+        spec, tensors = layer.attention, layer.tensors
+        assert isinstance(spec, DeltaNetSpec)
+        assert isinstance(tensors, DeltaNetTensors)
+        x = self.norm(x, tensors.norm)
+        qkv, z, b, a = (x @ self.matrix(stored).T for stored in (tensors.qkv, tensors.z, tensors.b, tensors.a))
+        q, k, v = np.split(self.convolve(qkv, tensors.conv), [spec.key_width, 2 * spec.key_width], axis=1)
+        q, k = (rows.reshape(len(x), spec.num_key_heads, spec.key_dim) for rows in (q, k))
+        q, k = (self.repeat(self.unit(heads), spec.group_size) for heads in (q, k))
+        v = v.reshape(len(x), spec.num_value_heads, spec.value_dim)
+        softplus = np.logaddexp(0, a + self.vector(tensors.dt_bias))
+        decay, beta = np.exp(-np.exp(self.vector(tensors.a_log)) * softplus), sigmoid(b)
+        state = np.zeros((spec.num_value_heads, spec.key_dim, spec.value_dim))
+        rows = []
+        for t in range(len(x)):
+            row, state = self.advance(state, q[t] * spec.key_dim**-0.5, k[t], v[t], decay[t, :, None], beta[t, :, None])
+            rows.append(row)
+        heads = self.norm(np.array(rows), tensors.head_norm).reshape(len(x), -1)
+        return self.gate_heads(heads, z) @ self.matrix(tensors.out).T
+
+    def convolve(self, rows: Floats, weight: TensorInfo) -> Floats:
+        """silu of each channel's sum over the last tokens, the current one times the last weight."""
+        taps = self.taps(self.vector(weight).reshape(rows.shape[1], -1))
+        padded = np.concatenate([np.zeros((taps.shape[1] - 1, rows.shape[1])), rows])
+        mixed = sum((padded[i : i + len(rows)] * taps[:, i] for i in range(taps.shape[1])), np.zeros_like(rows))
+        return mixed * sigmoid(mixed)
+
+    def taps(self, weight: Floats) -> Floats:
+        """The weights [channels, tokens], those of the current token last."""
+        return weight
+
+    def unit(self, heads: Floats) -> Floats:
+        """Each head divided by its length."""
+        return heads / np.sqrt((heads * heads).sum(axis=-1, keepdims=True) + self.unit_eps)
+
+    def repeat(self, heads: Floats, count: int) -> Floats:
+        """Key heads for all value heads: those of one key head follow one another."""
+        return heads.repeat(count, axis=1)
+
+    def advance(
+        self, state: Floats, q: Floats, k: Floats, v: Floats, decay: Floats, beta: Floats
+    ) -> tuple[Floats, Floats]:
+        """One token through the states [heads, key_dim, value_dim]: what comes out [heads, value_dim], and the states after it."""
+        state = state * decay[:, None]
+        delta = beta * (v - np.einsum("hkv,hk->hv", state, k))
+        state = state + k[:, :, None] * delta[:, None, :]
+        return np.einsum("hkv,hk->hv", state, q), state
+
+    def gate_heads(self, heads: Floats, z: Floats) -> Floats:
+        """What the normed heads give."""
+        return heads * z * sigmoid(z)
 
     def attention_weights(self, scores: Floats, sinks: TensorInfo | None) -> Floats:
         """Softmax of the scores [heads, T, S]; a head's sink takes part in it and is dropped."""

@@ -17,7 +17,7 @@ from test_parity import TOLERANCE
 from colibri_mp.checkpoint import Checkpoint, TensorInfo
 from colibri_mp.checkpoint.source import to_float32
 from colibri_mp.formats import Encoding
-from colibri_mp.models import AttentionSpec, ModelSpec, MoeSpec
+from colibri_mp.models import AttentionSpec, AttentionTensors, LayerSpec, ModelSpec, MoeSpec
 from colibri_mp.specs import ClampedSwiGLU
 
 GOLDEN = Path(__file__).parent
@@ -260,6 +260,144 @@ class HighNibbleFirst(PlainModel):
         return dequantise(Encoding("mxfp4", 4, 32, "u8"), rows, cols, [codes, parts[1]])
 
 
+class NormsNotCentred(Changed):
+    """w instead of 1 + w in the norms of the layers."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        return replace(model, layers=tuple(_plain_norms(layer, "norm") for layer in model.layers))
+
+
+class HeadNormsNotCentred(Changed):
+    """w instead of 1 + w in the norms of q and k."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        return replace(model, layers=tuple(_plain_norms(layer, "q_norm", "k_norm") for layer in model.layers))
+
+
+class AllNormsCentred(Changed):
+    """1 + w in the norm of the delta nets' heads too."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        return replace(model, layers=tuple(_plain_norms(layer, "head_norm", added=1.0) for layer in model.layers))
+
+
+def _plain_norms(layer: LayerSpec, *names: str, added: float = 0.0) -> LayerSpec:
+    found = {name: info for name in names if (info := getattr(layer.tensors, name, None)) is not None}
+    return replace(
+        layer, tensors=replace(layer.tensors, **{name: info._replace(added=added) for name, info in found.items()})
+    )
+
+
+class NoAttentionGate(PlainModel):
+    """The gate of attention is forgotten."""
+
+    def attention_gate(self, gate: Floats) -> Floats:
+        return np.ones_like(gate)
+
+
+class AttentionGateOfSilu(PlainModel):
+    """The gate of attention is silu instead of a sigmoid."""
+
+    def attention_gate(self, gate: Floats) -> Floats:
+        return gate * sigmoid(gate)
+
+
+class GatesComeFirst(Changed):
+    """Of the rows of q_proj the gate's come before q's in each head."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        return _with_other_rows(model, lambda tensors, half: tensors.q.pieces[half:] + tensors.q.pieces[:half])
+
+
+class GatesComeLast(Changed):
+    """The rows of q_proj are taken as they are: all of q, then all gates."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        return _with_other_rows(model, lambda tensors, _: tuple(sorted(tensors.q.pieces)))
+
+
+def _with_other_rows(model: ModelSpec, order: Any) -> ModelSpec:
+    def changed(layer: LayerSpec) -> LayerSpec:
+        if not isinstance(layer.tensors, AttentionTensors):
+            return layer
+        q = replace(layer.tensors.q, pieces=order(layer.tensors, len(layer.tensors.q.pieces) // 2))
+        return replace(layer, tensors=replace(layer.tensors, q=q))
+
+    return replace(model, layers=tuple(changed(layer) for layer in model.layers))
+
+
+class TapsBackwards(PlainModel):
+    """The first weight of the convolution is that of the current token."""
+
+    def taps(self, weight: Floats) -> Floats:
+        return weight[:, ::-1]
+
+
+class NoUnitLength(PlainModel):
+    """q and k keep their length."""
+
+    def unit(self, heads: Floats) -> Floats:
+        return heads
+
+
+class NormEpsInLengths(PlainModel):
+    """rms_norm_eps in the length of q and k."""
+
+    unit_eps = 1e-3
+
+
+class HeadsTakeTurns(PlainModel):
+    """Value heads go to the key heads in turns instead of in groups."""
+
+    def repeat(self, heads: Floats, count: int) -> Floats:
+        return np.tile(heads, (1, count, 1))
+
+
+class DecayAfterUpdate(PlainModel):
+    """What is taken in decays at once."""
+
+    def advance(
+        self, state: Floats, q: Floats, k: Floats, v: Floats, decay: Floats, beta: Floats
+    ) -> tuple[Floats, Floats]:
+        out, state = super().advance(state, q, k, v, np.ones_like(decay), beta)
+        return out * decay, state * decay[:, None]
+
+
+class ErrorBeforeDecay(PlainModel):
+    """What the state says of k is read before it decays."""
+
+    def advance(
+        self, state: Floats, q: Floats, k: Floats, v: Floats, decay: Floats, beta: Floats
+    ) -> tuple[Floats, Floats]:
+        delta = beta * (v - np.einsum("hkv,hk->hv", state, k))
+        state = state * decay[:, None] + k[:, :, None] * delta[:, None, :]
+        return np.einsum("hkv,hk->hv", state, q), state
+
+
+class OutBeforeUpdate(PlainModel):
+    """What comes out is read before the token goes in."""
+
+    def advance(
+        self, state: Floats, q: Floats, k: Floats, v: Floats, decay: Floats, beta: Floats
+    ) -> tuple[Floats, Floats]:
+        out = np.einsum("hkv,hk->hv", state * decay[:, None], q)
+        return out, super().advance(state, q, k, v, decay, beta)[1]
+
+
+class GateOfHeadsSigmoid(PlainModel):
+    """The gate of a delta net's heads is a sigmoid instead of silu."""
+
+    def gate_heads(self, heads: Floats, z: Floats) -> Floats:
+        return heads * sigmoid(z)
+
+
+_DELTA_NET = (
+    *(NormsNotCentred, HeadNormsNotCentred, AllNormsCentred, NoAttentionGate, AttentionGateOfSilu),
+    *(GatesComeFirst, GatesComeLast, TapsBackwards, NoUnitLength, HeadsTakeTurns, DecayAfterUpdate, ErrorBeforeDecay),
+    *(OutBeforeUpdate, GateOfHeadsSigmoid, WholeHeadTurns, UngatedShared, Renormalised),
+)
+
+
 class TilesOfEqualSize(PlainModel):
     """An FP8 matrix is cut into equal tiles, as many as there are scales, instead of tiles of 128 of which the last is smaller."""
 
@@ -305,6 +443,8 @@ MISTAKES: dict[str, tuple[type[PlainModel], ...]] = {
         *(NoExpertBiases, HalvesOfGateUp),
     ),
     "gpt_oss_mxfp4": (HighNibbleFirst, NoSinks, HalvesOfGateUp),
+    "qwen3_next": _DELTA_NET,
+    "qwen3_5_moe": (*_DELTA_NET, NormEps, NormEpsInLengths),
     "qwen3_moe_fp8": (TilesOfEqualSize,),
     "qwen3_moe_q4": (HighCodesFirst,),
     "qwen3_moe_nvfp4": (HighCodesFirst,),

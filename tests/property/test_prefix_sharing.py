@@ -1,4 +1,4 @@
-"""Random lives of sequences over shared blocks: what a sequence finds in its blocks is always its own tokens."""
+"""Random lives of sequences over shared blocks and kept states: what a sequence finds in them is always its own tokens."""
 
 from typing import Any
 
@@ -16,12 +16,17 @@ TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=24)
 
 
 class SharedPrefixes(RuleBasedStateMachine):
-    """The scheduler over a memory that holds, in place of keys and values, the token of each position."""
+    """The scheduler over a memory that holds, in place of keys and values, the token of each position, and in place of a state all tokens
+    that have gone into it."""
 
-    @initialize(num_blocks=st.integers(8, 20), max_rows=st.integers(1, 12), shares=st.booleans())
-    def start(self, num_blocks: int, max_rows: int, shares: bool) -> None:
-        """Few blocks, so that cached ones are evicted."""
-        self.scheduler = Scheduler(BlockAllocator(num_blocks, BLOCK), max_rows, None, "root" if shares else None)
+    @initialize(
+        num_blocks=st.integers(8, 20), max_rows=st.integers(1, 12), shares=st.booleans(), num_slots=st.integers(0, 5)
+    )
+    def start(self, num_blocks: int, max_rows: int, shares: bool, num_slots: int) -> None:
+        """Few blocks and slots, so that what is cached or kept is evicted."""
+        root = "root" if shares else None
+        self.scheduler = Scheduler(BlockAllocator(num_blocks, BLOCK), max_rows, None, root, num_state_slots=num_slots)
+        self.states: list[list[int]] = [[GARBAGE]] * num_slots
         self.memory = np.full((num_blocks, BLOCK), GARBAGE)
         self.ended: list[list[int]] = []
 
@@ -43,8 +48,10 @@ class SharedPrefixes(RuleBasedStateMachine):
         rows = self.scheduler.schedule()
         assert sum(part.count for part in rows) <= self.scheduler.max_rows
         assert bool(rows) == bool(self.scheduler.running)
+        assert not (self.scheduler.waiting and not rows)
         for part in rows:
             self.write(part, part.token_ids)
+            self.run_states(part, part.token_ids)
         self.scheduler.advance(rows)
         for sequence in [part.sequence for part in rows if part.reaches_end]:
             if len(sequence.token_ids) < sequence.projected_tokens and not sequence.all_logits:
@@ -60,6 +67,7 @@ class SharedPrefixes(RuleBasedStateMachine):
         rows = self.scheduler.schedule()
         for part in rows:
             self.write(part, [GARBAGE] * part.count)
+            self.run_states(part, [GARBAGE] * part.count)
             self.scheduler.remove(part.sequence)
 
     @precondition(lambda self: self.scheduler.running or self.scheduler.waiting)
@@ -83,6 +91,15 @@ class SharedPrefixes(RuleBasedStateMachine):
             assert sequence.num_pending >= 1
             assert not (sequence.all_logits and sequence.num_taken)
 
+    @invariant()
+    def states_hold_what_was_computed(self) -> None:
+        """Where a sequence goes on from, exactly its computed tokens have gone in; slots are owned by running sequences only."""
+        for sequence in self.scheduler.running if hasattr(self, "scheduler") and self.states else []:
+            if sequence.num_computed:
+                state, slots = sequence.state, self.scheduler.states.slots
+                slot = state.slots[-1] if state.source is None else slots.slot_of(state.source)
+                assert self.states[slot] == sequence.token_ids[: sequence.num_computed]
+
     def teardown(self) -> None:
         """When all have gone, every block is to be had."""
         if not hasattr(self, "scheduler"):
@@ -95,6 +112,15 @@ class SharedPrefixes(RuleBasedStateMachine):
         assert sorted(everything[0]) == list(range(allocator.num_blocks))
         assert allocator.num_cached == 0
         allocator.check_integrity([everything[0]])
+
+    def run_states(self, part: Rows, tokens: list[int]) -> None:
+        """As the recurrent layers would: each run from its slot to its slot, the first of a sequence from nothing."""
+        start = 0
+        assert sum(count for count, _, _ in part.state_runs) == (part.count if self.states else 0)
+        for count, source, target in part.state_runs:
+            before = [] if source < 0 else self.states[source]
+            self.states[target] = before + tokens[start : start + count]
+            start += count
 
     def write(self, part: Rows, tokens: list[int]) -> None:
         for position, token in enumerate(tokens, part.start):

@@ -54,7 +54,7 @@ def random_weights(rng: np.random.Generator, spec: AttentionSpec, encodings: dic
     def vector(size: int, centre: float = 0.0) -> np.ndarray:
         return (centre + 0.1 * rng.standard_normal(size)).astype(np.float32)
 
-    shapes = {"q": (spec.q_width, spec.hidden), "k": (spec.kv_width, spec.hidden), "v": (spec.kv_width, spec.hidden)}
+    shapes = {"q": (spec.q_rows, spec.hidden), "k": (spec.kv_width, spec.hidden), "v": (spec.kv_width, spec.hidden)}
     shapes["o"] = (spec.hidden, spec.q_width)
     optional: dict[str, Any] = {}
     if spec.qkv_bias:

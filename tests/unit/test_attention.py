@@ -22,6 +22,8 @@ BLOCKS: dict[str, dict[str, object]] = {
     "sinks": {"sinks": True, "o_bias": True, "qkv_bias": True},
     "sinks and window, one head": {"sinks": True, "window": 5, "num_heads": 1, "num_kv_heads": 1},
     "mixed formats, partial rotary": {"encodings": {"q": Q4, "k": BF16, "v": Q8, "o": Q4}, "rotary_dim": 8},
+    "gate": {"gated": True, "qk_norm": "head", "rotary_dim": 8},
+    "gate, odd head_dim": {"gated": True, "head_dim": 10, "num_heads": 3, "num_kv_heads": 1},
     "rows that fill no block": {"hidden": 96, "num_heads": 3, "num_kv_heads": 1, "head_dim": 10, "encodings": dict.fromkeys("qkvo", F32)},
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ from colibri_mp.kernels.attention import AttentionStage
 from colibri_mp.kernels.kv_cache import KVCache
 from colibri_mp.kernels.team import ThreadTeam
 
-KINDS = [{}, {"head_dim": 24, "window": 8}, {"num_kv_heads": 4, "encodings": dict.fromkeys("qkvo", Q4)}]
+KINDS = [{}, {"head_dim": 24, "window": 8}, {"num_kv_heads": 4, "gated": True, "encodings": dict.fromkeys("qkvo", Q4)}]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,11 +1,13 @@
 """Matrices by module path: encodings from config.json and shapes, and what is refused."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from checkpoint_cases import fixture, header_of
 
 from colibri_mp.checkpoint import Checkpoint, TensorInfo
-from colibri_mp.checkpoint.matrices import Shape, TensorTable
+from colibri_mp.checkpoint.matrices import Shape, TensorTable, take_rows
 from colibri_mp.checkpoint.quantisation import read_quantisation
 from colibri_mp.errors import CheckpointError
 from colibri_mp.formats import AFFINE_BITS, AFFINE_GROUP_SIZES, Encoding
@@ -138,3 +140,19 @@ def test_parts_are_the_bytes_of_the_file() -> None:
         info = checkpoint.tensors[f"lm_head.{name}"]
         assert part.dtype == np.uint8
         assert part.tobytes() == content[info.offset : info.offset + info.nbytes]
+
+
+def test_rows_of_a_matrix_are_taken_in_any_order() -> None:
+    """Runs of rows, quantised or not, are read as if they were a matrix; a run within a tile of scales is refused."""
+    source = Checkpoint.open(fixture("qwen3_moe_q4"))
+    whole = source.table().matrix("lm_head", Shape((256, 128), ""))
+    runs = [(200, 8), (0, 24), (17, 1)]
+    taken = take_rows(whole, runs)
+    assert (taken.rows, taken.cols, len(taken.pieces)) == (33, 128, 9)
+    for part, stored in zip(source.read_parts(taken), source.read_parts(whole), strict=True):
+        rows = stored.reshape(256, -1)
+        np.testing.assert_array_equal(part, np.concatenate([rows[i : i + n] for i, n in runs]).reshape(-1))
+    tiled = dataclasses.replace(whole, encoding=Encoding("fp8", 8, 128, "f32"), pieces=whole.pieces[:2])
+    assert [piece.nbytes for piece in take_rows(tiled, [(128, 128)]).pieces] == [128 * 128, 4]
+    with pytest.raises(CheckpointError, match="rows 64 to 192"):
+        take_rows(tiled, [(64, 128)])

@@ -49,7 +49,8 @@ def test_every_fixture_loads(folder: Path) -> None:
     stored = sum(matrix.stored_bytes for matrix in model.resident_matrices())
     stored += sum(layer.stored_bytes * layer.num_experts for layer in model.expert_layers)
     small = sum(info.nbytes for info in model.resident_vectors())
-    assert stored + small == sum(info.nbytes for info in checkpoint.tensors.values())
+    kept = [info for info in checkpoint.tensors.values() if not info.name.startswith(("model.visual.", "mtp."))]
+    assert stored + small == sum(info.nbytes for info in kept)
     assert pickle.loads(pickle.dumps(model)).rope == model.rope
 
 
@@ -234,8 +235,8 @@ def test_rope(tmp_path: Path, case: tuple[Config, RopeSpec, int]) -> None:
 
 BAD_CONFIGS: dict[str, tuple[Config, str]] = {
     "unknown type": (
-        {"model_type": "qwen3_next"},
-        "'qwen3_next' is not supported.*nearest: 'qwen3_moe'.*mixtral, olmoe",
+        {"model_type": "qwen3_moes"},
+        "'qwen3_moes' is not supported.*nearest: 'qwen3_moe'.*mixtral, olmoe",
     ),
     "type far from all": ({"model_type": "gpt2"}, "'gpt2' is not supported; supported are"),
     "no type": ({"model_type": None}, "has no model_type"),
@@ -333,7 +334,7 @@ def test_stored_head_of_a_tied_model(tmp_path: Path, caplog: pytest.LogCaptureFi
 def test_supported_types_have_a_fixture() -> None:
     """Each family is held against the reference by at least one golden checkpoint."""
     covered = {json.loads((path / "config.json").read_text())["model_type"] for path in FIXTURES}
-    assert covered == set(supported_model_types())
+    assert covered == set(supported_model_types()) - {"qwen3_5_moe_text"}  # the same file, see `test_hybrid_models`
 
 
 STATED = json.loads((fixture("qwen3_moe") / "config.json").read_text())

@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 
 from colibri_mp.errors import SessionError
+from colibri_mp.kernels.delta_net import DeltaStates
 from colibri_mp.kernels.kv_cache import KVCache
 from colibri_mp.kernels.paged_cache import BLOCK_TOKENS
+from colibri_mp.kernels.state_memory import StateMemory
 from colibri_mp.kvcache import BlockAllocator
-from colibri_mp.prefix import PrefixSharing
+from colibri_mp.scheduler import Scheduler
 from colibri_mp.session_store import SessionStore
+from colibri_mp.specs import DeltaNetSpec
 
 IDENTITY: dict[str, Any] = {"fingerprint": "f00d", "planes": 3}
 TOKENS = list(range(3 * BLOCK_TOKENS))
@@ -20,11 +23,15 @@ TOKENS = list(range(3 * BLOCK_TOKENS))
 class Side:
     """A cache with its bookkeeping and a store over both."""
 
-    def __init__(self, identity: dict[str, Any] = IDENTITY, head_dim: int = 16, root: str | None = "root") -> None:
+    def __init__(
+        self, identity: dict[str, Any] = IDENTITY, head_dim: int = 16, root: str | None = "root", num_slots: int = 0
+    ) -> None:
         self.kv = KVCache(2, 5, 3, head_dim)
-        self.allocator = BlockAllocator(5, BLOCK_TOKENS)
-        self.prefix = PrefixSharing(self.allocator, root)
-        self.store = SessionStore(self.kv, self.allocator, self.prefix, identity)
+        self.scheduler = Scheduler(BlockAllocator(5, BLOCK_TOKENS), 8, None, root, num_state_slots=num_slots)
+        self.allocator, self.prefix = self.scheduler.allocator, self.scheduler.prefix
+        spec = DeltaNetSpec(16, 1, 1, 16, 16, 4, 1e-6)
+        self.states = StateMemory([DeltaStates(spec, 2, num_slots)] if num_slots else [])
+        self.store = SessionStore(self.kv, self.states, self.scheduler, identity)
 
     def find(self) -> list[int]:
         """The blocks that are cached for TOKENS."""
@@ -103,3 +110,35 @@ def test_what_is_there_already_stays_and_what_fits_is_added(saved: tuple[Path, S
     assert side.store.restore(1, saved[0]).num_tokens == len(TOKENS)
     assert side.find()[:2] == first
     side.allocator.check_integrity([])
+
+
+def test_the_state_goes_with_the_blocks(tmp_path: Path) -> None:
+    """A file goes as far as a state was kept; where there is no slot for its state, or no room for all blocks, nothing is restored."""
+    before = Side(num_slots=2)
+    keys: list[bytes] = []
+    assert before.prefix.keys is not None
+    before.prefix.keys.extend(keys, TOKENS, 3)
+    blocks, _ = before.allocator.acquire(len(TOKENS)) or ([], 0)
+    for idx, key in enumerate(keys):
+        before.allocator.publish(blocks, idx, key)
+    slots, random = before.scheduler.states.slots, np.random.default_rng(1)
+    before.states.set_slot(0, random.integers(0, 100, before.states.slot_bytes, np.uint8))
+    assert before.store.save(1, TOKENS, tmp_path / "nothing").num_tokens == 0
+    assert slots.take() == 0
+    slots.keep(0, keys[1])
+    assert before.store.save(1, TOKENS, tmp_path / "session").num_tokens == 2 * BLOCK_TOKENS
+
+    after = Side(num_slots=2)
+    held, _ = after.allocator.acquire(4 * BLOCK_TOKENS) or ([], 0)
+    assert after.store.restore(1, tmp_path / "session").num_tokens == 0
+    after.allocator.release(held)
+    assert [after.scheduler.states.slots.take() for _ in range(2)] == [0, 1]
+    assert after.store.restore(1, tmp_path / "session").num_tokens == 0
+    after.scheduler.states.slots.release(1)
+    assert after.store.restore(1, tmp_path / "session").num_tokens == 2 * BLOCK_TOKENS
+    assert after.store.restore(1, tmp_path / "nothing").num_tokens == 0
+    assert after.scheduler.states.slots.slot_of(keys[1]) == 1
+    np.testing.assert_array_equal(after.states.copy_slot(1), before.states.copy_slot(0))
+    with pytest.raises(SessionError, match="state in the session file"):
+        Side().store.restore(1, tmp_path / "session")
+    after.scheduler.states.slots.check_integrity([0], [])
