@@ -287,7 +287,8 @@ class Engine:
             self._computed(rows, outcome[wanted])
             self.overlap.num_steps += 1
             num_left[idx] -= 1
-            if not rows or not num_left[idx] or len(self._requests) != num_requests:
+            has_lost = any(id(part.sequence) not in self._owners for part in rows)
+            if not rows or has_lost or not num_left[idx] or len(self._requests) != num_requests:
                 return []
             groups[idx] = self.scheduler.schedule_again(rows)
             return [groups[idx]]

@@ -607,6 +607,21 @@ def test_an_error_of_one_group_is_not_the_others() -> None:
         assert bench.tokens(b"%d" % idx) == [idx + 1 + n for n in range(12)]
 
 
+def test_a_request_that_comes_as_another_ends() -> None:
+    """As many requests as before, but not the same: the one that ended is in no further step."""
+    bench = grouped_bench(2, max_tokens=3)
+    submitted = []
+
+    def listen() -> None:
+        if not submitted and any(isinstance(m, Finished) for sent in bench.sent.values() for m in sent):
+            submitted.append(bench.engine.submit(b"new", ask([20])))
+
+    bench.engine.step(listen)
+    assert submitted
+    bench.run()
+    assert [bench.tokens(client) for client in (b"0", b"1", b"new")] == [[1, 2, 3], [2, 3, 4], [21, 22, 23, 24, 25]]
+
+
 def test_a_request_ends_the_groups() -> None:
     """One that comes meanwhile is scheduled as soon as the steps under way have ended."""
     bench = grouped_bench(2, max_tokens=30)
