@@ -226,8 +226,9 @@ class Engine:
         """
         self._newcomers.clear()
         self._has_been_joined = False
-        if self.drafting is not None:
-            self.drafting.propose(self.scheduler.running)
+        started_s = time.perf_counter()
+        if self.drafting is not None and not self.drafting.propose(self.scheduler.running):
+            started_s = time.perf_counter()  # guesses that there are count as part of their step
         rows = self.scheduler.schedule()
         if self._waiting:
             self._note_starts()
@@ -237,15 +238,14 @@ class Engine:
         if may_split and self.overlap.is_on:
             self._compute_groups(rows, listen)
             return
-        started_s, waited_s = time.perf_counter(), self.model.fetch_wait_s
-        self._compute(rows, listen)
+        waited_s = self.model.fetch_wait_s
+        self._compute(rows, started_s, listen)
         if may_split:
             self.overlap.note(time.perf_counter() - started_s, self.model.fetch_wait_s - waited_s, len(rows))
 
-    def _compute(self, rows: list[Rows], listen: Callable[[], None]) -> None:
+    def _compute(self, rows: list[Rows], started_s: float, listen: Callable[[], None]) -> None:
         """One step for all."""
         self._rows = rows
-        started_s = time.perf_counter()
         try:
             logits = self.model.forward(rows, lambda: self._still_wanted(listen))
         except ColibriError as error:
@@ -266,7 +266,7 @@ class Engine:
         """Some steps of each group, until there is something else to do: a request has come, a sequence has ended."""
         groups = [rows[idx::NUM_GROUPS] for idx in range(NUM_GROUPS)]
         num_left = [GROUP_STEPS] * NUM_GROUPS
-        num_requests, num_tokens = len(self._requests), self.num_tokens
+        self._rows, self._has_dropped, num_tokens = rows, False, self.num_tokens
         started_s, waited_s = time.perf_counter(), self.model.fetch_wait_s
 
         def look(idx: int) -> list[Rows] | None:
@@ -287,13 +287,13 @@ class Engine:
             self._computed(rows, outcome[wanted])
             self.overlap.num_steps += 1
             num_left[idx] -= 1
-            has_lost = any(id(part.sequence) not in self._owners for part in rows)
-            if not rows or has_lost or not num_left[idx] or len(self._requests) != num_requests:
+            if not num_left[idx] or self._newcomers or self._has_dropped:
                 return []
             groups[idx] = self.scheduler.schedule_again(rows)
             return [groups[idx]]
 
         self.model.forward_groups([*groups], look, ended)
+        self._rows = []
         num_steps = (self.num_tokens - num_tokens) / len(rows)
         if num_steps:
             seconds, wait_s = time.perf_counter() - started_s, self.model.fetch_wait_s - waited_s

@@ -185,6 +185,7 @@ def _warm_head() -> None:
 
     from colibri_mp.kernels.head import HeadStage
     from colibri_mp.kernels.layout import PackedMatrix, packed_bytes
+    from colibri_mp.kernels.linear import linear
     from colibri_mp.kernels.norm import rms_norm
     from colibri_mp.kernels.team import ThreadTeam, aligned_bytes
 
@@ -192,6 +193,7 @@ def _warm_head() -> None:
     x, norm = np.ones((1, 16), np.float32), np.ones(16, np.float32)
     with ThreadTeam(2) as team:
         HeadStage(team, 16, 16, 1e-6, 1)(x, norm, matrix)
+        linear(team, x, matrix, None, x)
     rms_norm(x, norm, 1e-6)
 
 

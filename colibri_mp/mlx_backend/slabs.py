@@ -38,8 +38,9 @@ class SlabMatrix:
     @property
     def bits(self) -> int:
         """Bits of a code on the device; 0: float32 values."""
-        is_native = self.format.kind in _CODE_BITS and self.format.group_size in GROUP_SIZES
-        return _CODE_BITS[self.format.kind] if is_native else 0
+        kind, group_size, scale = self.format
+        is_native = kind in _CODE_BITS and group_size in GROUP_SIZES and scale in _TYPES
+        return _CODE_BITS[kind] if is_native else 0
 
     @property
     def device_bytes(self) -> int:

@@ -45,13 +45,13 @@ def supported_model_types() -> tuple[str, ...]:
     return tuple(sorted((*_FAMILIES, *_SAME_AS)))
 
 
-def load_model(checkpoint: Checkpoint) -> ModelSpec:
-    """Find and check every tensor of the model; reads no weights.
+def load_model(checkpoint: Checkpoint, predicts: bool = False) -> ModelSpec:
+    """Find and check every tensor of the model; reads no weights. `predicts`: with its predictor in use, if it has one.
 
     Raises `CheckpointError` for an unknown `model_type`, for settings that are not implemented, and wherever config and
     tensors disagree, tensors that the model would not use included: to ignore them would be to compute something else.
     """
-    return find_model(checkpoint.config, checkpoint.table())
+    return find_model(checkpoint.config, checkpoint.table(predicts)).with_predictor()
 
 
 def find_model(fields: Mapping[str, Any], table: TensorTable) -> ModelSpec:

@@ -4,7 +4,7 @@ Shapes: D hidden, F width, V vocabulary, E experts. Nothing here holds weights o
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from colibri_mp.checkpoint.experts import ExpertLayer
@@ -165,10 +165,19 @@ class PredictorSpec:
     layer: LayerSpec
     final_norm: TensorInfo
 
+    @property
+    def vectors(self) -> tuple[TensorInfo, ...]:
+        """The norms beside those of the layer."""
+        return self.embed_norm, self.hidden_norm, self.final_norm
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A whole model; `head` is `embed` itself (the same object) if the two are tied. `predictors`: only where they were asked for."""
+    """A whole model; `head` is `embed` itself (the same object) if the two are tied.
+
+    `predictors`: only where they were asked for. Where one is used (`with_predictor`), its layer is the last of `layers`, so that it has
+    weights, a cache and experts as any other; the first `depth` are those that a token goes through.
+    """
 
     model_type: str
     hidden: int
@@ -181,6 +190,23 @@ class ModelSpec:
     final_norm: TensorInfo
     layers: tuple[LayerSpec, ...]
     predictors: tuple[PredictorSpec, ...] = ()
+    uses_predictor: bool = False
+
+    @property
+    def depth(self) -> int:
+        """Layers that a token goes through."""
+        return len(self.layers) - self.uses_predictor
+
+    @property
+    def predictor(self) -> PredictorSpec | None:
+        """The one that is used."""
+        return self.predictors[0] if self.uses_predictor else None
+
+    def with_predictor(self) -> "ModelSpec":
+        """The model with its first predictor in use, or as it is if it has none."""
+        if not self.predictors:
+            return self
+        return replace(self, layers=(*self.layers, self.predictors[0].layer), uses_predictor=True)
 
     @property
     def tied(self) -> bool:
@@ -213,11 +239,15 @@ class ModelSpec:
         yield self.embed
         if not self.tied:
             yield self.head
+        if self.predictor is not None:
+            yield self.predictor.merge
         for layer in self.layers:
             yield from layer.mlp.matrices
 
     def resident_vectors(self) -> Iterator[TensorInfo]:
         """Every norm, bias, sink and correction: kept as float32."""
         yield self.final_norm
+        if self.predictor is not None:
+            yield from self.predictor.vectors
         for layer in self.layers:
             yield from layer.vectors

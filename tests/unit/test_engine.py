@@ -609,17 +609,19 @@ def test_an_error_of_one_group_is_not_the_others() -> None:
 
 def test_a_request_that_comes_as_another_ends() -> None:
     """As many requests as before, but not the same: the one that ended is in no further step."""
-    bench = grouped_bench(2, max_tokens=3)
+    bench = Bench(num_blocks=80, overlap=Overlap("on"))
+    for idx in range(4):
+        bench.engine.submit(b"%d" % idx, ask([idx], max_tokens=5 if idx else 1))
     submitted = []
 
     def listen() -> None:
-        if not submitted and any(isinstance(m, Finished) for sent in bench.sent.values() for m in sent):
+        if not submitted:
             submitted.append(bench.engine.submit(b"new", ask([20])))
 
     bench.engine.step(listen)
-    assert submitted
+    assert bench.model.steps == [[1, 1], [1, 1]]
     bench.run()
-    assert [bench.tokens(client) for client in (b"0", b"1", b"new")] == [[1, 2, 3], [2, 3, 4], [21, 22, 23, 24, 25]]
+    assert [bench.tokens(client) for client in (b"0", b"2", b"new")] == [[1], [3, 4, 5, 6, 7], [21, 22, 23, 24, 25]]
 
 
 def test_a_request_ends_the_groups() -> None:
