@@ -122,6 +122,8 @@ class Coordinator:
         self._uncounted: deque[tuple[int, StepCounters]] = deque()
         self._counting = threading.Lock()
         self._may_drop = model.router.top_p < 1
+        self._continuing = frozenset(i for i, layer in enumerate(model.layers) if kinds.continues(layer))
+        self.can_be_grouped = self.can_be_joined and not self._continuing
         self.predicting = (
             Predicting(backend, self.compute_predictor, plan.prefill_chunk, self.max_logit_rows)
             if model.uses_predictor
@@ -259,7 +261,7 @@ class Coordinator:
         while step.layer_idx < self.model.depth:
             if self._should_stop():
                 raise Stopping
-            if (left := look()) is not None:
+            if (left := self._look(look, step.layer_idx)) is not None:
                 step.keep(left)
                 if not left:
                     return False
@@ -321,6 +323,10 @@ class Coordinator:
         self.clock.end_step()
         self.trace.end_step(self.clock.step_s)
         return logits
+
+    def _look(self, look: Look, layer_idx: int) -> list[Rows] | None:
+        """What `look` says before a layer; not where that layer goes on with what the last one has left for these very rows."""
+        return None if layer_idx in self._continuing else look()
 
     def _while_waiting(self, x: Floats, h: Floats, ids: Ints, layer_idx: int) -> None:
         """A worker computes: the time for what no result depends on, hints first, and for the shared expert."""
