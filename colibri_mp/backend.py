@@ -91,6 +91,18 @@ class Backend(Protocol):
     def head(self, x: Floats) -> Floats:
         """Logits [T, V]."""
 
+    def final_norm(self, x: Floats) -> Floats:
+        """What the head multiplies, a new array [T, D]: what a predictor begins with."""
+
+    def merge(self, token_ids: Ints, hidden: Floats) -> Floats:
+        """The predictor's input [T, D], a new array: of tokens [T] and what comes before them, normed, [T, D]."""
+
+    def predictor_norm(self, x: Floats) -> Floats:
+        """`final_norm` after the predictor's layer."""
+
+    def predictor_head(self, x: Floats) -> Floats:
+        """Logits [T, V] of what the predictor's layer gives."""
+
     def expect(self) -> None:
         """A worker's answer is on its way, and a call will follow: the moment to wake threads."""
 

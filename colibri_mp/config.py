@@ -96,8 +96,8 @@ class LaunchConfig:
     prefill_chunk: int = _setting(0, "most rows of a step (0: chosen, and said)", least=0, metavar="TOKENS")
     draft: int = _setting(
         0,
-        "guess up to so many next tokens, from the text itself, and compute them in the same step, where that is found to pay "
-        "(0: off); the answer is the same, bit for bit",
+        "guess up to so many next tokens, by the model's own predictor (MTP) or from the text itself, and compute them in the "
+        "same step, where that is found to pay (0: off); the answer is the same, bit for bit",
         least=0, most=16, metavar="N",
     )  # fmt: skip
     queue: int = _setting(

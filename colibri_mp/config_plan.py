@@ -103,7 +103,8 @@ def plan_from_config(path: Path, config: LaunchConfig, stored: StoredAs, machine
         MemoryPlanError: `config.ram` is too small.
     """
     table = InventedTable(stored)
-    model = with_lossy_options(find_model(_read(path), table), config)
+    published = find_model(_read(path), table)
+    model = with_lossy_options(published.with_predictor() if config.draft else published, config)
     tables = model.vocab_size * _TOKENIZER_BYTES_A_TOKEN + len(table.used) * TENSOR_BYTES
     smallest = smallest_budget(model, config, tables)
     budgets: Iterable[int | str] = [config.ram] if config.ram != "auto" else _budgets(smallest, model)
@@ -118,7 +119,8 @@ def plan_from_config(path: Path, config: LaunchConfig, stored: StoredAs, machine
 
 def describe(model: ModelSpec) -> ModelFacts:
     """The facts of a model. Experts that differ between layers are told by the largest."""
-    experts, everything = model.expert_layers, _with_predictors(model)
+    everything = _with_predictors(model)
+    experts = [layer for layer in model.expert_layers if layer.layer < model.depth]
     num_experts = sum(layer.num_experts for layer in everything.expert_layers)
     largest = max(experts, key=lambda layer: layer.stored_bytes)
     expert_codes = sum(bits * math.prod(shape) // 8 for bits, shape in _projections(largest))
@@ -127,7 +129,7 @@ def describe(model: ModelSpec) -> ModelFacts:
     merges = [predictor.merge for predictor in model.predictors]
     return ModelFacts(
         model_type=model.model_type,
-        num_layers=len(model.layers),
+        num_layers=model.depth,
         num_expert_layers=len(experts),
         num_predictors=len(model.predictors),
         num_experts=num_experts,
@@ -146,7 +148,9 @@ def describe(model: ModelSpec) -> ModelFacts:
 
 def _with_predictors(model: ModelSpec) -> ModelSpec:
     """The model as if its predictors were layers like the others."""
-    return replace(model, layers=(*model.layers, *(predictor.layer for predictor in model.predictors)), predictors=())
+    return replace(
+        model, layers=(*model.layers[: model.depth], *(found.layer for found in model.predictors)), uses_predictor=False
+    )
 
 
 def _projections(experts: ExpertLayer) -> Iterator[tuple[int, tuple[int, int]]]:

@@ -46,6 +46,7 @@ from colibri_mp.models.structure import LayerSpec, ModelSpec, MoeSpec
 from colibri_mp.phases import ATTENTION, COMPUTE, StepClock
 from colibri_mp.plan_terms import max_logit_rows
 from colibri_mp.planner import Plan, plan_now, split_slabs
+from colibri_mp.predicting import Predicting
 from colibri_mp.rundir import ClusterInfo, RunDir
 from colibri_mp.scheduler import Look, Rows
 from colibri_mp.shm.layout import LayerSlots, pool_bytes
@@ -80,7 +81,7 @@ class Coordinator:
         self.max_context = plan.ctx_tokens
         self.vocab_size = model.vocab_size
         self.max_logit_rows = max_logit_rows(model.vocab_size, plan.prefill_chunk)
-        self.clock = StepClock(len(model.layers))
+        self.clock = StepClock(model.depth)
         self.trace = trace
         self.can_be_joined = isinstance(trace, NoTrace)  # a trace tells one step after the other
         self.tiers = Tiers(config, model, plan, usage, backend, supervisor)
@@ -96,6 +97,11 @@ class Coordinator:
         self._uncounted: deque[tuple[int, StepCounters]] = deque()
         self._counting = threading.Lock()
         self._may_drop = model.router.top_p < 1
+        self.predicting = (
+            Predicting(backend, self.compute_predictor, plan.prefill_chunk, self.max_logit_rows)
+            if model.uses_predictor
+            else None
+        )
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
@@ -106,7 +112,7 @@ class Coordinator:
     ) -> "Coordinator":  # fmt: skip
         """Build everything; `stack` takes it back. Raises a `ColibriError` that says what is in the way."""
         checkpoint = Checkpoint.open(resolve(config.model, progress))
-        published = load_model(checkpoint)
+        published = load_model(checkpoint, predicts=config.draft > 0)
         model, lossy = with_lossy_options(published, config), lossy_options(published, config)
         config = with_backend(config, model)
         plan = plan_now(checkpoint, model, config)
@@ -169,7 +175,7 @@ class Coordinator:
         batch = make_batch(rows)
         tokens = np.array([t for part in rows for t in part.token_ids], np.int32)
         x = self._backend.embed(tokens)
-        for layer_idx, layer in enumerate(self.model.layers):
+        for layer_idx, layer in enumerate(self.model.layers[: self.model.depth]):
             if self._should_stop():
                 raise Stopping
             if (left := look()) is not None:
@@ -185,6 +191,8 @@ class Coordinator:
             self._count()
         clock.start_head()
         wanted = logit_rows(rows)
+        if self.predicting is not None:
+            self.predicting.note(rows, x)
         logits = self._backend.head(x[wanted]) if wanted else np.empty((0, self.vocab_size), np.float32)
         clock.end_step()
         self.trace.end_step(clock.step_s)
@@ -209,7 +217,7 @@ class Coordinator:
             ids,
             weights,
             on_answer=self._backend.expect,
-            meanwhile=lambda: self._while_waiting(x, h, ids, layer, layer_idx),
+            meanwhile=lambda: self._while_waiting(x, h, ids, layer_idx),
         )
         num_choices = int(np.count_nonzero(ids >= 0)) if self._may_drop else ids.size
         clock.lap_workers(routed.counters, len(ids), num_choices)
@@ -219,15 +227,41 @@ class Coordinator:
         clock.end_layer()
         self.trace.add_layer(layer_idx, ids, num_choices, routed.counters, clock.layer_s)
 
-    def _while_waiting(self, x: Floats, h: Floats, ids: Ints, layer: LayerSpec, layer_idx: int) -> None:
+    def _while_waiting(self, x: Floats, h: Floats, ids: Ints, layer_idx: int) -> None:
         """A worker computes: the time for what no result depends on, hints first, and for the shared expert."""
         self.on_wait()
         self.tiers.look(layer_idx, x, ids)
-        if layer.resident_expert is not None:
+        self._add_shared_expert(x, h, layer_idx)
+
+    def _add_shared_expert(self, x: Floats, h: Floats, layer_idx: int) -> None:
+        if self.model.layers[layer_idx].resident_expert is not None:
             x += self._backend.resident_expert(layer_idx, h)
+
+    def compute_predictor(self, rows: list[Rows], x: Floats) -> None:
+        """The predictor's layer for some positions, between two steps: x [T, D], in place. Raises as `forward`."""
+        self._last_step += 1
+        layer_idx, backend = self.model.depth, self._backend
+        if not isinstance(self.model.layers[layer_idx].mlp, MoeSpec):
+            backend.mix(layer_idx, x, make_batch(rows))
+            x += backend.resident_expert(layer_idx, backend.mlp_norm(layer_idx, x))
+            return
+        h, ids, weights = backend.mix_and_route(layer_idx, x, make_batch(rows))
+        routed = self.supervisor.route(
+            self._last_step,
+            layer_idx,
+            h,
+            ids,
+            weights,
+            on_answer=backend.expect,
+            meanwhile=lambda: self._add_shared_expert(x, h, layer_idx),
+        )
+        self._uncounted.append((layer_idx, routed.counters))
+        x += routed.y
 
     def add_event(self, event: PoolEvent) -> None:
         """Something has happened to a pool beside the steps."""
+        if event.layer >= self.model.depth:
+            return
         self.trace.add_event(EVENTS[event.kind], event.layer, event.value)
 
     # -- pools ---------------------------------------------------------------------------------------------------------
@@ -254,6 +288,7 @@ class Coordinator:
             **self._backend.identity(),
             "kv_bits": self.kv.bits,
             "lossy": list(self.lossy),
+            **({"predictors": 1} if self.model.uses_predictor else {}),
         }
 
     # -- reports -------------------------------------------------------------------------------------------------------
@@ -271,7 +306,7 @@ class Coordinator:
         return {
             "path": str(self.checkpoint.path),
             "model_type": self.model.model_type,
-            "num_layers": len(self.model.layers),
+            "num_layers": self.model.depth,
             "stored_bytes": self.checkpoint.total_bytes,
             "fingerprint": self.checkpoint.fingerprint,
             "ctx_tokens": self.max_context,

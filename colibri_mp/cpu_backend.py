@@ -3,12 +3,15 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from colibri_mp.backend import Predictor
 from colibri_mp.kernels import isa
 from colibri_mp.kernels.attention_inputs import Batch
 from colibri_mp.kernels.block import BlockStage, MixerStage
 from colibri_mp.kernels.head import HeadStage
 from colibri_mp.kernels.layout import gather_rows
+from colibri_mp.kernels.linear import linear
 from colibri_mp.kernels.norm import rms_norm
 from colibri_mp.kernels.resident_expert import ResidentExpert
 from colibri_mp.kernels.router import RouterStage
@@ -18,7 +21,7 @@ from colibri_mp.messages import Floats, Ints
 from colibri_mp.mixers.kind import StageLimits
 from colibri_mp.mixers.layers import LayerMixer, Mixers
 from colibri_mp.models.structure import ModelSpec
-from colibri_mp.resident import ResidentLayer, ResidentWeights
+from colibri_mp.resident import PredictorWeights, ResidentLayer, ResidentWeights
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,31 @@ class CpuBackend:
     def head(self, x: Floats) -> Floats:
         """See `Backend`."""
         return self._head(x, self._weights.final_norm, self._weights.head)
+
+    def final_norm(self, x: Floats) -> Floats:
+        """See `Backend`."""
+        return rms_norm(x, self._weights.final_norm, self._model.norm_eps)
+
+    def merge(self, token_ids: Ints, hidden: Floats) -> Floats:
+        """See `Backend`."""
+        weights, eps = self._predictor, self._model.norm_eps
+        both = [rms_norm(self.embed(token_ids), weights.embed_norm, eps), rms_norm(hidden, weights.hidden_norm, eps)]
+        x = np.empty_like(hidden)
+        linear(self._team, np.concatenate(both, axis=1), weights.merge, None, x, self._planes)
+        return x
+
+    def predictor_norm(self, x: Floats) -> Floats:
+        """See `Backend`."""
+        return rms_norm(x, self._predictor.final_norm, self._model.norm_eps)
+
+    def predictor_head(self, x: Floats) -> Floats:
+        """See `Backend`."""
+        return self._head(x, self._predictor.final_norm, self._weights.head)
+
+    @property
+    def _predictor(self) -> PredictorWeights:
+        assert self._weights.predictor is not None
+        return self._weights.predictor
 
     def expect(self) -> None:
         """See `Backend`."""

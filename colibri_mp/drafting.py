@@ -32,7 +32,7 @@ class Source(Protocol):
         """A sequence will be guessed for."""
 
     def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
-        """For each sequence at most so many tokens that may follow its last one."""
+        """For each sequence at most so many tokens that may follow its last one. Called before every step, if only with none."""
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence has ended."""
@@ -85,8 +85,8 @@ class Drafting:
         if self._records.pop(id(sequence), None) is not None:
             self.source.forget(sequence)
 
-    def propose(self, running: list[Sequence]) -> None:
-        """Set the drafts for the next step."""
+    def propose(self, running: list[Sequence]) -> bool:
+        """Set the drafts for the next step; whether there are any."""
         decoding = [sequence for sequence in running if sequence.num_pending == 1]
         is_plain = self.cost.wants_plain_step(len(decoding))
         wanted = []
@@ -102,6 +102,7 @@ class Drafting:
                 wanted.append((sequence, min(count, room)))
         for (sequence, _), draft in zip(wanted, self.source.propose(wanted), strict=True):
             sequence.draft = draft
+        return any(sequence.draft for sequence, _ in wanted)
 
     def verified(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
         """So many guesses of a sequence have been computed, and so many of them were right."""

@@ -211,14 +211,14 @@ class Engine:
         """
         self._newcomers.clear()
         self._has_been_joined = False
-        if self.drafting is not None:
-            self.drafting.propose(self.scheduler.running)
+        started_s = time.perf_counter()
+        if self.drafting is not None and not self.drafting.propose(self.scheduler.running):
+            started_s = time.perf_counter()  # guesses that there are count as part of their step
         self._rows = self.scheduler.schedule()
         if self._waiting:
             self._note_starts()
         if not self._rows:
             return
-        started_s = time.perf_counter()
         try:
             logits = self.model.forward(self._rows, lambda: self._still_wanted(listen))
         except ColibriError as error:

@@ -117,6 +117,8 @@ class Sizes:
                 yield Term(f"worker {worker_id}", "experts on the device", nbytes)
         yield Term("coordinator", f"scratch, {self.chunk} rows a step", self.coordinator_scratch())
         yield Term("coordinator", f"logits, {rows} rows a step", self.logits())
+        if self.model.uses_predictor:
+            yield Term("coordinator", "scratch of the predictor", self.predictor_scratch())
         bits = self.config.kv_bits
         name = f"KV cache, {self.kv_tokens} tokens" + (f" in {bits} bits" if bits != 32 else "")
         yield Term("coordinator", name, self.kv(self.kv_tokens))
@@ -176,6 +178,10 @@ class Sizes:
             + (lookahead_bytes(model) if self.config.lookahead != "off" else 0)
             + self.message_bytes()
         )
+
+    def predictor_scratch(self) -> int:
+        """Hidden states that wait for it, old and new, and for a step's rows: embedding, norms, both together, prepared rows, product."""
+        return self.chunk * self.model.hidden * (3 * 4 + 2 * 8 + 8 + 9 + 8)
 
     def worker_scratch(self, group: Sequence[ExpertLayer]) -> int:
         """One stage for each shape among the worker's layers, and messages."""

@@ -85,7 +85,7 @@ class Plan:
 def plan_for(config: LaunchConfig, progress: Callable[[str], None]) -> Plan:
     """The plan for a configuration, from the headers of its checkpoint and the memory that there is now."""
     checkpoint = Checkpoint.open(resolve(config.model, progress))
-    model = with_lossy_options(load_model(checkpoint), config)
+    model = with_lossy_options(load_model(checkpoint, predicts=config.draft > 0), config)
     return plan_now(checkpoint, model, with_backend(config, model))
 
 

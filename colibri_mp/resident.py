@@ -4,6 +4,7 @@ Each matrix is read, packed and its stored bytes dropped before the next one, so
 on top of the packed sum that the plan states.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from colibri_mp.kernels.router import RouterWeights
 from colibri_mp.kernels.team import aligned_bytes
 from colibri_mp.messages import Floats
 from colibri_mp.mixers.kinds import kind_of
-from colibri_mp.models.structure import DenseSpec, LayerSpec, ModelSpec, MoeSpec
+from colibri_mp.models.structure import DenseSpec, LayerSpec, ModelSpec, MoeSpec, PredictorSpec
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,24 @@ class ResidentLayer:
 
 
 @dataclass(frozen=True)
+class PredictorWeights:
+    """What a predictor has beside its layer: see `models.structure.PredictorSpec`."""
+
+    embed_norm: Floats
+    hidden_norm: Floats
+    merge: PackedMatrix
+    final_norm: Floats
+
+
+@dataclass(frozen=True)
 class ResidentWeights:
-    """All resident weights of a model; `head` is `embed` itself if the two are tied."""
+    """All resident weights of a model; `head` is `embed` itself if the two are tied. The layer of `predictor` is the last of `layers`."""
 
     embed: PackedMatrix
     head: PackedMatrix
     final_norm: Floats
     layers: tuple[ResidentLayer, ...]
+    predictor: PredictorWeights | None = None
 
 
 def load_resident(checkpoint: Checkpoint, model: ModelSpec) -> ResidentWeights:
@@ -59,6 +71,7 @@ def load_resident(checkpoint: Checkpoint, model: ModelSpec) -> ResidentWeights:
         head=embed if model.tied else loader.matrix(model.head),
         final_norm=checkpoint.read_vector(model.final_norm),
         layers=tuple(loader.layer(layer) for layer in model.layers),
+        predictor=None if model.predictor is None else loader.predictor(model.predictor),
     )
 
 
@@ -75,6 +88,10 @@ class _Loader:
             expert_slab=None if spec.resident_expert is None else self._expert(spec.resident_expert),
             expert_gate=self._expert_gate(spec.mlp) if isinstance(spec.mlp, MoeSpec) else None,
         )
+
+    def predictor(self, spec: PredictorSpec) -> PredictorWeights:
+        embed_norm, hidden_norm, final_norm = map(self._checkpoint.read_vector, spec.vectors)
+        return PredictorWeights(embed_norm, hidden_norm, self.matrix(spec.merge), final_norm)
 
     def _router(self, spec: MoeSpec) -> RouterWeights:
         return RouterWeights(self.matrix(spec.gate), self.vector(spec.gate_bias), self.vector(spec.correction))
@@ -104,6 +121,10 @@ class _Loader:
             nbytes = packed_bytes(stored.encoding.format, stored.rows, stored.cols)
             self._pack(stored, slab[offset : offset + nbytes])
         return slab
+
+    def parts(self, stored: StoredMatrix) -> Sequence[Bytes]:
+        """A matrix as stored."""
+        return self._checkpoint.read_parts(stored)
 
     def vector(self, info: TensorInfo | None) -> Floats | None:
         """A vector as float32; None where there is none."""

@@ -158,7 +158,7 @@ class Service:
             eos_token_ids(checkpoint, tokenizer),
             self.control.emit,
             self._config.queue,
-            Drafting(self._config.draft, PromptLookup()) if self._config.draft else None,
+            self._drafting(),
         )
         self.coordinator.on_wait = self.control.flush
         self.sessions = SessionStore(
@@ -253,6 +253,12 @@ class Service:
     def _prefix_root(self) -> str | None:
         """What a block's key begins with; None: nothing is shared."""
         return json.dumps(self.coordinator.kv_identity()) if self._config.prefix_cache == "on" else None
+
+    def _drafting(self) -> Drafting | None:
+        """Guesses by the model's predictor, if it has one, else by looking them up in the text."""
+        if not self._config.draft:
+            return None
+        return Drafting(self._config.draft, self.coordinator.predicting or PromptLookup())
 
     def _log_to_file(self) -> None:
         """A detached cluster outlives the terminal: its messages, and its workers', go to a file from here on."""

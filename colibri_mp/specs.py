@@ -137,11 +137,50 @@ class DeltaNetSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class MlaSpec:
+    """Shape and rules of one block of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    c = norm(first `kv_lora_rank` of kv_a h), k_rope = rope(the rest); q = q_b norm(q_a h), without `q_lora_rank` q h. Of a head's
+    query `nope_dim` elements meet keys made of c, `rope_dim` elements turn and meet k_rope. `lora_eps`: of the norms of q_a and kv_a.
+    `scale` multiplies the scores, yarn's factor included. `interleaved`: rotary pairs are neighbours, else halves.
+    """
+
+    hidden: int
+    num_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    scale: float
+    norm_eps: float
+    lora_eps: float = 1e-6
+    interleaved: bool = True
+
+    def __post_init__(self) -> None:
+        sizes = (self.hidden, self.num_heads, self.kv_lora_rank, self.nope_dim, self.rope_dim, self.v_dim)
+        if min(sizes) <= 0 or (self.q_lora_rank is not None and self.q_lora_rank <= 0):
+            raise CheckpointError(
+                f"latent attention with sizes {sizes} and a query rank of {self.q_lora_rank} is impossible"
+            )
+        if self.kv_lora_rank % 16 or self.rope_dim % 2:
+            raise CheckpointError(
+                f"kv_lora_rank must be a multiple of 16, not {self.kv_lora_rank}, and qk_rope_head_dim even, not {self.rope_dim}"
+            )
+
+    @property
+    def q_width(self) -> int:
+        """Elements of all query heads of a token."""
+        return self.num_heads * (self.nope_dim + self.rope_dim)
+
+
+@dataclass(frozen=True, slots=True)
 class RouterSpec:
     """Scores over all experts, the `top_k` largest, their weights divided by their sum iff `norm_topk_prob`, times `scaling`.
 
     `scoring` "sigmoid" (DeepSeek's noaux_tc): a correction is added to the scores for the choice only. The experts are in `num_groups`
-    groups; those of the `kept_groups` with the largest sums of two corrected scores can be chosen, the others cannot.
+    groups; those of the `kept_groups` with the largest sums of two corrected scores can be chosen, the others cannot. With "softmax"
+    (DeepSeek-V2's group_limited_greedy) it is the groups with the largest single scores.
     A bias of the logits, and the correction, are weights of a layer and not known here.
     `top_p` below 1 is lossy and the user's choice, never a checkpoint's: of the top_k only the largest are kept until their sum
     reaches that share of the sum of all top_k; the others are dropped before the division.
@@ -176,7 +215,7 @@ class RouterSpec:
     def _check_groups(self) -> None:
         if self.num_groups == self.kept_groups == 1:
             return
-        if self.scoring != "sigmoid" or not 0 < self.kept_groups <= self.num_groups:
+        if not 0 < self.kept_groups <= self.num_groups:
             raise CheckpointError(
                 f"a router with {self.scoring} scores and {self.kept_groups} of {self.num_groups} groups"
             )

@@ -75,7 +75,7 @@ class Tiers:
         send = supervisor.hint if config.lookahead != "measure" else None
         width = min(config.lookahead_width or model.router.top_k, model.router.num_eligible)
         trial = Trial() if config.lookahead == "auto" else None
-        has_router = [isinstance(layer.mlp, MoeSpec) for layer in model.layers]
+        has_router = [isinstance(layer.mlp, MoeSpec) for layer in model.layers[: model.depth]]
         return Lookahead(backend.predictor(width), has_router, width, config.lookahead_distance, send, trial)
 
     # -- launch --------------------------------------------------------------------------------------------------------

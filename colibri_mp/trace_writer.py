@@ -175,6 +175,7 @@ def open_trace(
         )
         for worker_id, share in enumerate(plan.workers)
         for layer, num_slots in zip(share.layers, share.num_slots, strict=True)
+        if layer < model.depth
     ]  # fmt: skip
     header = TraceHeader(
         program=f"colibri-mp {__version__}",

@@ -108,9 +108,9 @@ class Checkpoint:
                 digest.update(self.read(i, (nbytes - size) * k // _SAMPLES_PER_FILE, size).tobytes())
         return digest.hexdigest()
 
-    def table(self) -> TensorTable:
-        """The tensors, to be looked up by what a model needs."""
-        return TensorTable(self.tensors, self.quantisation, self.packed_layers)
+    def table(self, finds_predictors: bool = False) -> TensorTable:
+        """The tensors, to be looked up by what a model needs; see `TensorTable`."""
+        return TensorTable(self.tensors, self.quantisation, self.packed_layers, finds_predictors)
 
     def read(self, file_idx: int, offset: int, nbytes: int) -> Bytes:
         """`nbytes` bytes at `offset` of a weight file, as a new array uint8 [nbytes]. Raises `ReadError`."""

@@ -185,7 +185,7 @@ def linear(
     out: npt.NDArray[np.float32],
     planes: int = DEFAULT_PLANES,
 ) -> None:
-    """out [T, N] = x [T, K] W^T + bias [N], all float32. Allocates its scratch: for tests; stages of the model own theirs."""
+    """out [T, N] = x [T, K] W^T + bias [N], all float32. Allocates its scratch: for what is rare; stages of the model own theirs."""
     num_tokens, num_outputs = len(x), weight.rows
     assert x.shape == (num_tokens, weight.cols), f"x {x.shape} for W [{weight.rows}, {weight.cols}]"
     assert out.shape == (num_tokens, num_outputs), f"out {out.shape} for W [{weight.rows}, {weight.cols}]"

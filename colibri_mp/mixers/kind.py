@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 from colibri_mp.checkpoint.matrices import StoredMatrix
 from colibri_mp.checkpoint.safetensors_header import TensorInfo
+from colibri_mp.checkpoint.source import Bytes
 from colibri_mp.formats import Encoding
 from colibri_mp.kernels.block import MixerStage
 from colibri_mp.kernels.delta_inputs import DeltaStates
@@ -60,6 +61,9 @@ class WeightReader(Protocol):
 
     def matrix(self, stored: StoredMatrix) -> PackedMatrix:
         """A matrix in the kernels' form."""
+
+    def parts(self, stored: StoredMatrix) -> Sequence[Bytes]:
+        """A matrix as stored, by the parts of its encoding."""
 
     def vector(self, info: TensorInfo | None) -> Floats | None:
         """A vector as float32; None where there is none."""

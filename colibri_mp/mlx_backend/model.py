@@ -27,7 +27,7 @@ from colibri_mp.mlx_backend.mixer import Mixer
 from colibri_mp.mlx_backend.mixers import KINDS
 from colibri_mp.mlx_backend.router import Router, choose
 from colibri_mp.mlx_backend.rows import Rope, rms_norm
-from colibri_mp.models.structure import LayerSpec, ModelSpec, MoeSpec
+from colibri_mp.models.structure import LayerSpec, ModelSpec, MoeSpec, PredictorSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +55,16 @@ class Layer:
     expert: Expert | None
 
 
+@dataclass(frozen=True, eq=False)
+class PredictorParts:
+    """What a predictor has beside its layer."""
+
+    embed_norm: mx.array
+    hidden_norm: mx.array
+    merge: Matrix
+    final_norm: mx.array
+
+
 class MlxModel:
     """Weights, caches and computation. Implements `backend.Backend`; one thread calls it."""
 
@@ -68,6 +78,7 @@ class MlxModel:
         self._head = self._embed if model.tied else reader.matrix(model.head)
         self._final_norm = reader.vector(model.final_norm)
         self._layers = [reader.layer(layer, rope, num_blocks) for layer in model.layers]
+        self._predictor = None if model.predictor is None else reader.predictor(model.predictor)
         self.caches = MlxBlocks([array for layer in self._layers for array in layer.mixer.paged], num_blocks)
         self.states = StateMemory([])  # none of its mixers has any
         self._mixer_ended_s = 0.0
@@ -122,6 +133,30 @@ class MlxModel:
         """See `Backend`."""
         return to_host(self._head(rms_norm(to_device(x), self._final_norm, self._model.norm_eps)))
 
+    def final_norm(self, x: Floats) -> Floats:
+        """See `Backend`."""
+        return np.array(to_host(rms_norm(to_device(x), self._final_norm, self._model.norm_eps)))
+
+    def merge(self, token_ids: Ints, hidden: Floats) -> Floats:
+        """See `Backend`."""
+        predictor, eps = self._predictor_parts, self._model.norm_eps
+        embedded = rms_norm(self._embed.gather(token_ids), predictor.embed_norm, eps)
+        before = rms_norm(to_device(hidden), predictor.hidden_norm, eps)
+        return np.array(to_host(predictor.merge(mx.concatenate([embedded, before], axis=1))))
+
+    def predictor_norm(self, x: Floats) -> Floats:
+        """See `Backend`."""
+        return np.array(to_host(rms_norm(to_device(x), self._predictor_parts.final_norm, self._model.norm_eps)))
+
+    def predictor_head(self, x: Floats) -> Floats:
+        """See `Backend`."""
+        return to_host(self._head(rms_norm(to_device(x), self._predictor_parts.final_norm, self._model.norm_eps)))
+
+    @property
+    def _predictor_parts(self) -> PredictorParts:
+        assert self._predictor is not None
+        return self._predictor
+
     def expect(self) -> None:
         """MLX keeps its own threads."""
 
@@ -154,6 +189,11 @@ class _Reader:
         """The resident part of a layer, with an empty cache."""
         mixer = KINDS[type(spec.attention)].make(self, spec.attention, spec.tensors, rope, num_blocks)
         return Layer(mixer, self.vector(spec.mlp_norm), self._router(spec), self._expert(spec))
+
+    def predictor(self, spec: PredictorSpec) -> PredictorParts:
+        """What a predictor has beside its layer."""
+        embed_norm, hidden_norm, final_norm = map(self.vector, spec.vectors)
+        return PredictorParts(embed_norm, hidden_norm, self.matrix(spec.merge), final_norm)
 
     def _router(self, spec: LayerSpec) -> Router | None:
         if not isinstance(spec.mlp, MoeSpec):

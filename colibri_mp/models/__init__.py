@@ -32,8 +32,11 @@ __all__ = [
     "supported_model_types",
 ]
 
-_FAMILIES = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_moe", "qwen3_next")
-_SAME_AS = {"qwen3_5_moe_text": "qwen3_5_moe"}
+_FAMILIES = (
+    *("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe"),
+    *("qwen2_moe", "qwen3_5_moe", "qwen3_moe", "qwen3_next"),
+)
+_SAME_AS = {"kimi_k2": "deepseek_v3", "qwen3_5_moe_text": "qwen3_5_moe"}
 """Other names of a family."""
 # Tables that old checkpoints store although they follow from the config.
 _DERIVED = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
@@ -45,13 +48,13 @@ def supported_model_types() -> tuple[str, ...]:
     return tuple(sorted((*_FAMILIES, *_SAME_AS)))
 
 
-def load_model(checkpoint: Checkpoint) -> ModelSpec:
-    """Find and check every tensor of the model; reads no weights.
+def load_model(checkpoint: Checkpoint, predicts: bool = False) -> ModelSpec:
+    """Find and check every tensor of the model; reads no weights. `predicts`: with its predictor in use, if it has one.
 
     Raises `CheckpointError` for an unknown `model_type`, for settings that are not implemented, and wherever config and
     tensors disagree, tensors that the model would not use included: to ignore them would be to compute something else.
     """
-    return find_model(checkpoint.config, checkpoint.table())
+    return find_model(checkpoint.config, checkpoint.table(predicts)).with_predictor()
 
 
 def find_model(fields: Mapping[str, Any], table: TensorTable) -> ModelSpec:

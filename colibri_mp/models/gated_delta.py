@@ -21,7 +21,7 @@ from colibri_mp.models.decoder import (
     find_norm,
     read_decoder_config,
 )
-from colibri_mp.models.structure import AttentionTensors, DeltaNetTensors, LayerSpec, ModelSpec
+from colibri_mp.models.structure import AttentionTensors, DeltaNetTensors, LayerSpec, MixerTensors, ModelSpec
 from colibri_mp.specs import AttentionSpec, DeltaNetSpec
 
 _TYPES = ("linear_attention", "full_attention")
@@ -127,7 +127,7 @@ def build_hybrid(
 ) -> ModelSpec:
     """The whole model."""
 
-    def find_mixer(table: TensorTable, layer_path: str, spec: Any) -> AttentionTensors | DeltaNetTensors:
+    def find_mixer(table: TensorTable, layer_path: str, spec: Any) -> MixerTensors:
         is_delta = isinstance(spec, DeltaNetSpec)
         return find_delta_net(table, layer_path, spec) if is_delta else find_gated_attention(table, layer_path, spec)
 

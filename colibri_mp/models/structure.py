@@ -4,13 +4,13 @@ Shapes: D hidden, F width, V vocabulary, E experts. Nothing here holds weights o
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.checkpoint.matrices import StoredMatrix
 from colibri_mp.checkpoint.safetensors_header import TensorInfo
-from colibri_mp.specs import AttentionSpec, DeltaNetSpec, RopeSpec, RouterSpec
+from colibri_mp.specs import AttentionSpec, DeltaNetSpec, MlaSpec, RopeSpec, RouterSpec
 
 if TYPE_CHECKING:
     from colibri_mp.kernels.layout import ExpertShape
@@ -46,6 +46,36 @@ class AttentionTensors:
 
 
 @dataclass(frozen=True, slots=True)
+class MlaTensors:
+    """`norm` [D] comes first; q_a [q_lora, D] and q_a_norm if there is a query rank; q, kv_a, kv_a_norm, o as `MlaSpec` says.
+
+    Either `kv_b` [heads * (nope + v), L], or its halves as MLX keeps them, `embed_q` [heads * L, nope] and `unembed` [heads * v, L].
+    """
+
+    norm: TensorInfo
+    q: StoredMatrix
+    kv_a: StoredMatrix
+    kv_a_norm: TensorInfo
+    o: StoredMatrix
+    q_a: StoredMatrix | None = None
+    q_a_norm: TensorInfo | None = None
+    kv_b: StoredMatrix | None = None
+    embed_q: StoredMatrix | None = None
+    unembed: StoredMatrix | None = None
+
+    @property
+    def matrices(self) -> Iterator[StoredMatrix]:
+        """All projections."""
+        found = (self.q_a, self.q, self.kv_a, self.kv_b, self.embed_q, self.unembed, self.o)
+        yield from (matrix for matrix in found if matrix is not None)
+
+    @property
+    def vectors(self) -> Iterator[TensorInfo]:
+        """All norms."""
+        yield from (info for info in (self.norm, self.q_a_norm, self.kv_a_norm) if info is not None)
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaNetTensors:
     """Of a gated delta net. qkv: all query heads, then all key heads, then all value heads; z like v; b and a [value heads, D].
 
@@ -75,8 +105,8 @@ class DeltaNetTensors:
         yield from (self.norm, self.conv, self.a_log, self.dt_bias, self.head_norm)
 
 
-MixerSpec = AttentionSpec | DeltaNetSpec
-MixerTensors = AttentionTensors | DeltaNetTensors
+MixerSpec = AttentionSpec | MlaSpec | DeltaNetSpec
+MixerTensors = AttentionTensors | MlaTensors | DeltaNetTensors
 """What a layer does before its experts, and its tensors, of the same kind. How a kind is computed: `colibri_mp.mixers`."""
 
 
@@ -165,10 +195,19 @@ class PredictorSpec:
     layer: LayerSpec
     final_norm: TensorInfo
 
+    @property
+    def vectors(self) -> tuple[TensorInfo, ...]:
+        """The norms beside those of the layer."""
+        return self.embed_norm, self.hidden_norm, self.final_norm
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A whole model; `head` is `embed` itself (the same object) if the two are tied. `predictors`: only where they were asked for."""
+    """A whole model; `head` is `embed` itself (the same object) if the two are tied.
+
+    `predictors`: only where they were asked for. Where one is used (`with_predictor`), its layer is the last of `layers`, so that it has
+    weights, a cache and experts as any other; the first `depth` are those that a token goes through.
+    """
 
     model_type: str
     hidden: int
@@ -181,6 +220,23 @@ class ModelSpec:
     final_norm: TensorInfo
     layers: tuple[LayerSpec, ...]
     predictors: tuple[PredictorSpec, ...] = ()
+    uses_predictor: bool = False
+
+    @property
+    def depth(self) -> int:
+        """Layers that a token goes through."""
+        return len(self.layers) - self.uses_predictor
+
+    @property
+    def predictor(self) -> PredictorSpec | None:
+        """The one that is used."""
+        return self.predictors[0] if self.uses_predictor else None
+
+    def with_predictor(self) -> "ModelSpec":
+        """The model with its first predictor in use, or as it is if it has none."""
+        if not self.predictors:
+            return self
+        return replace(self, layers=(*self.layers, self.predictors[0].layer), uses_predictor=True)
 
     @property
     def tied(self) -> bool:
@@ -213,11 +269,15 @@ class ModelSpec:
         yield self.embed
         if not self.tied:
             yield self.head
+        if self.predictor is not None:
+            yield self.predictor.merge
         for layer in self.layers:
             yield from layer.mlp.matrices
 
     def resident_vectors(self) -> Iterator[TensorInfo]:
         """Every norm, bias, sink and correction: kept as float32."""
         yield self.final_norm
+        if self.predictor is not None:
+            yield from self.predictor.vectors
         for layer in self.layers:
             yield from layer.vectors

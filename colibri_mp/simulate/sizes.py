@@ -75,7 +75,7 @@ def _planned(header: TraceHeader, checkpoint: Checkpoint, ram_bytes: int) -> Siz
     try:
         settings = {**header.settings, "ram": ram_bytes, "slots": 0, "trace": ""}
         config = from_keywords(LaunchConfig, settings)
-        model = with_lossy_options(load_model(checkpoint), config)
+        model = with_lossy_options(load_model(checkpoint, predicts=config.draft > 0), config)
         plan = make_plan(model, config, Room("a machine", ram_bytes, ram_bytes), table_bytes(checkpoint))
     except MemoryPlanError as error:
         return Size(format_size(ram_bytes), (), ram_bytes, str(error).splitlines()[0].rstrip(":"))

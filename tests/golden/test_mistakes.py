@@ -18,7 +18,8 @@ from colibri_mp.checkpoint import Checkpoint, TensorInfo
 from colibri_mp.checkpoint.source import to_float32
 from colibri_mp.formats import Encoding
 from colibri_mp.models import AttentionSpec, AttentionTensors, LayerSpec, ModelSpec, MoeSpec
-from colibri_mp.specs import ClampedSwiGLU
+from colibri_mp.models.structure import MlaTensors
+from colibri_mp.specs import ClampedSwiGLU, MlaSpec
 
 GOLDEN = Path(__file__).parent
 
@@ -141,6 +142,89 @@ class GroupsByTheirBest(PlainModel):
 
     def choice(self, spec: MoeSpec, scores: Floats) -> Floats:
         return super().choice(replace(spec, router=replace(spec.router, num_groups=1, kept_groups=1)), scores)
+
+
+class LoraNormsWithTheModelsEps(Changed):
+    """The norms of q_a and kv_a have rms_norm_eps."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        return with_latent(model, lora_eps=model.norm_eps)
+
+
+class NoScoreFactor(Changed):
+    """yarn's mscale_all_dim does not scale the scores."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        spec = model.layers[0].attention
+        return with_latent(model, scale=(spec.nope_dim + spec.rope_dim) ** -0.5)
+
+
+class ScaledByTheNopePart(Changed):
+    """The scores are scaled by the width of the part that does not turn."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        spec = model.layers[0].attention
+        return with_latent(model, scale=spec.scale * (1 + spec.rope_dim / spec.nope_dim) ** 0.5)
+
+
+class PairsAreHalves(Changed):
+    """Rotary pairs are halves instead of neighbours."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        return with_latent(model, interleaved=False)
+
+
+def with_latent(model: ModelSpec, **changes: Any) -> ModelSpec:
+    """Changes to latent attention."""
+    layers = (replace(layer, attention=replace(layer.attention, **changes)) for layer in model.layers)
+    return replace(model, layers=tuple(layers))
+
+
+class NormedRopeKey(PlainModel):
+    """The key that turns is normed like the latent."""
+
+    def rope_key(self, spec: MlaSpec, key: Floats) -> Floats:
+        return key / np.sqrt((key * key).mean(axis=-1, keepdims=True) + spec.lora_eps)
+
+
+class PlainFrequencies(Changed):
+    """No yarn."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        return replace(model, rope=replace(model.rope, rope_type="default"))
+
+
+class ValuesBeforeKeys(PlainModel):
+    """kv_b's rows of a head are taken for values first."""
+
+    def unfolding(self, spec: MlaSpec, tensors: MlaTensors) -> tuple[Floats, Floats]:
+        assert tensors.kv_b is not None
+        both = self.matrix(tensors.kv_b).reshape(spec.num_heads, -1, spec.kv_lora_rank)
+        return both[:, spec.v_dim :], both[:, : spec.v_dim]
+
+
+class KeysOfAllHeadsFirst(PlainModel):
+    """kv_b's rows are taken for the keys of all heads, then the values of all."""
+
+    def unfolding(self, spec: MlaSpec, tensors: MlaTensors) -> tuple[Floats, Floats]:
+        assert tensors.kv_b is not None
+        keys, values = np.split(self.matrix(tensors.kv_b), [spec.num_heads * spec.nope_dim])
+        shape = (spec.num_heads, -1, spec.kv_lora_rank)
+        return keys.reshape(shape), values.reshape(shape)
+
+
+class GroupsByTheirTwoBest(PlainModel):
+    """Groups are kept by the sum of two scores, as noaux_tc does it."""
+
+    def group_scores(self, spec: MoeSpec, groups: Floats) -> Floats:
+        return np.sort(groups, axis=-1)[..., -2:].sum(axis=-1)
+
+
+class GroupsByTheirSingleBest(PlainModel):
+    """Groups are kept by their best score alone, as group_limited_greedy does it."""
+
+    def group_scores(self, spec: MoeSpec, groups: Floats) -> Floats:
+        return groups.max(axis=-1)
 
 
 class NoScaling(PlainModel):
@@ -433,6 +517,17 @@ MISTAKES: dict[str, tuple[type[PlainModel], ...]] = {
         NoScaling,
         NoShared,
     ),
+    "deepseek_v3": (
+        *(NormEps, LoraNormsWithTheModelsEps, NormedRopeKey, PairsAreHalves, NoScoreFactor, ScaledByTheNopePart),
+        *(PlainFrequencies, KeysOfAllHeadsFirst, RefusedAreZero, GroupsByTheirBest, GroupsByTheirSingleBest),
+        *(BiasedWeights, ChoiceWithoutCorrection, NoScaling, ScaledShared, NoShared, Renormalised),
+    ),
+    "deepseek_v2": (
+        *(NormEps, LoraNormsWithTheModelsEps, NormedRopeKey, PairsAreHalves, NoScoreFactor, NoYarnScaling),
+        *(PlainFrequencies, ValuesBeforeKeys, KeysOfAllHeadsFirst, GroupsByTheirBest, GroupsByTheirTwoBest),
+        *(NoScaling, ScaledShared, NoShared, Renormalised),
+    ),
+    "deepseek_v2_lite": (PairsAreHalves, NormedRopeKey, NoShared, Renormalised),
     "qwen2_moe": (
         *(NormEps, PairsTakeTurns, WindowTooWide, WindowTooNarrow, WindowsInTheOtherLayers),
         *(NoShared, UngatedShared, GateOfTheOutput, Renormalised),
