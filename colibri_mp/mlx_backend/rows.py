@@ -28,9 +28,16 @@ class Rope:
     def __call__(self, heads: mx.array, positions: mx.array) -> mx.array:
         """[T, heads, head_dim]: pairs (i, i + rotary_dim / 2) turned by the angle of their position [T]; the rest is left alone."""
         half = self._half
-        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
         first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
-        return mx.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+        return mx.concatenate([*self._turned(first, second, positions), rest], axis=-1)
+
+    def neighbours(self, heads: mx.array, positions: mx.array) -> mx.array:
+        """The same for pairs (2i, 2i + 1) of whole heads; of the turned pairs the first elements come first, then the second ones."""
+        return mx.concatenate(self._turned(heads[..., 0::2], heads[..., 1::2], positions), axis=-1)
+
+    def _turned(self, first: mx.array, second: mx.array, positions: mx.array) -> list[mx.array]:
+        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
+        return [first * cos - second * sin, second * cos + first * sin]
 
 
 class Run(NamedTuple):
