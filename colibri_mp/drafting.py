@@ -87,7 +87,7 @@ class Drafting:
 
     def propose(self, running: list[Sequence]) -> bool:
         """Set the drafts for the next step; whether there are any."""
-        decoding = [sequence for sequence in running if sequence.num_pending == 1]
+        decoding = [sequence for sequence in running if sequence.is_decoding]
         is_plain = self.cost.wants_plain_step(len(decoding))
         wanted = []
         for sequence in decoding:

@@ -178,6 +178,10 @@ class Engine:
             return ""
         if not scheduler.admits:
             return "memory, which is short: requests are admitted when the system has enough again"
+        if not scheduler.states.can_begin(None):
+            return (
+                f"a state of recurrent layers: all {scheduler.states.slots.num_slots} slots are in use (--state-slots)"
+            )
         return (
             f"KV memory: {allocator.num_free} of {allocator.num_blocks} blocks of {allocator.block_tokens} tokens are free, "
             f"{len(scheduler.running)} sequences run"
@@ -242,6 +246,7 @@ class Engine:
                 num_accepted += self._continue(job, part, part_logits)
             elif isinstance(job, Scoring):
                 self._collect(job, part, part_logits)
+        self.scheduler.settle(rows)
         return num_accepted
 
     def _compute_newcomers(self) -> None:

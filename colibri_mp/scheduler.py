@@ -12,6 +12,7 @@ that does not fit yet lets later ones that do overtake it, `MOST_OVERTAKEN` at m
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TypeAlias
 
 from colibri_mp.kvcache import BlockAllocator
@@ -63,6 +64,11 @@ class Sequence:
         """Tokens that are known but not computed."""
         return len(self.token_ids) - self.num_computed
 
+    @property
+    def is_decoding(self) -> bool:
+        """Whether what is pending is to be computed at once: a token, or a few that were guessed right and did not get into a state."""
+        return self.num_pending == 1 or (self.num_pending > 1 and self.num_computed >= self.num_prompt)
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -90,7 +96,7 @@ class Rows:
     @property
     def is_prefill(self) -> bool:
         """Whether this is a part of a prompt, of several tokens."""
-        return self.num_known > 1
+        return self.num_known > 1 and self.start < self.sequence.num_prompt
 
     @property
     def reaches_end(self) -> bool:
@@ -122,7 +128,7 @@ class Scheduler:
         max_guessing: int = 0, num_state_slots: int = 0,
     ) -> None:  # fmt: skip
         self.allocator = allocator
-        self.states = SequenceStates(num_state_slots, allocator.block_tokens)
+        self.states = SequenceStates(num_state_slots, allocator.block_tokens, keeps=prefix_root is not None)
         self.prefix = PrefixSharing(allocator, self.states, prefix_root)
         self.max_rows = max_rows
         self.max_logits = max_rows if max_logits is None else min(max_rows, max_logits)
@@ -160,26 +166,29 @@ class Scheduler:
     def schedule(self) -> list[Rows]:
         """Rows of the next step; empty if there is nothing to do. Admits waiting sequences first."""
         self.admit()
-        for sequence in self.running:
-            if sequence.num_pending > 1:
-                self.prefix.skip_computed(sequence)
-        decoding = [s for s in self.running if s.num_pending == 1]
-        prompts = self.prefix.leaders([s for s in self.running if s.num_pending > 1])
+        decoding = [s for s in self.running if s.is_decoding]
+        prompts = [s for s in self.running if s.num_pending and not s.is_decoding]
+        for sequence in prompts:
+            self.prefix.skip_computed(sequence)
+        decoding += [s for s in prompts if s.is_decoding]
+        prompts = self.prefix.leaders([s for s in prompts if not s.is_decoding])
         prompts.sort(key=lambda s: s.num_pending)
         most = max(1, self.max_logits - bool(prompts))  # one row is left for prompts, however many decode
-        rows = self._guess(decoding[:most], min(most, self.max_guessing, self.max_rows // (1 + bool(prompts))))
+        rows = self._decode(decoding, most, min(most, self.max_guessing, self.max_rows // (1 + bool(prompts))))
         num_decoding = sum(part.count for part in rows)
         rows += self._share(prompts, self.max_rows - num_decoding, self.max_logits - num_decoding)
         self._rotate(rows)
         return [self.states.plan(part) for part in rows]
 
-    def _guess(self, decoding: list[Sequence], most: int) -> list[Rows]:
-        """A row for each, and for guesses what `most` rows leave, in equal shares."""
-        rows, left = [], max(0, most - len(decoding))
+    def _decode(self, decoding: list[Sequence], most: int, most_guessing: int) -> list[Rows]:
+        """What is pending of as many as fit into `most` rows, and for guesses what `most_guessing` rows leave, in equal shares."""
+        ends = list(accumulate(s.num_pending for s in decoding))
+        decoding = decoding[: sum(end <= most for end in ends)]
+        rows, left = [], max(0, most_guessing - sum(s.num_pending for s in decoding))
         for num_before, sequence in enumerate(decoding):
             share = -(-left // (len(decoding) - num_before))
             draft = tuple(sequence.draft[:share])
-            rows.append(Rows(sequence, sequence.num_computed, 1 + len(draft), draft))
+            rows.append(Rows(sequence, sequence.num_computed, sequence.num_pending + len(draft), draft))
             left -= len(draft)
         return rows
 
@@ -222,6 +231,11 @@ class Scheduler:
         assert sequence.num_pending == 1
         sequence.num_computed += 1
         self.prefix.publish(sequence)
+
+    def settle(self, rows: list[Rows]) -> None:
+        """What guesses of the last step were right has been said. Where layers have recurrent states they are all in, or computed again."""
+        for part in rows:
+            self.states.settle(part)
 
     def admit(self) -> None:
         """Let waiting sequences run, as far as KV blocks, slots for states and `admits` allow."""

@@ -150,7 +150,7 @@ class Service:
                 self.coordinator.plan.prefill_chunk,
                 self.coordinator.max_logit_rows,
                 self._prefix_root(),
-                0 if self.coordinator.states.num_slots else self.coordinator.rows_held_together(),
+                self.coordinator.rows_held_together(),
                 self.coordinator.states.num_slots,
             ),
             tokenizer,

@@ -5,6 +5,7 @@
                  .gate_up_proj_scale_inv and .down_proj_scale_inv
     stacked      <block>.switch_mlp.{gate,up,down}_proj.{weight,scales,biases} [E, rows, ...], as MLX writes
     shared       gpt_oss's gate_up_proj, with biases: see `shared_pieces`
+    merged       <block>.experts.N.merged_weight, I8, gate, up and down one after the other, and .qs (`merged`)
     packed       a container's slabs [E, slab_bytes], in the layout that the kernels read (`container`)
 
 All end as: piece p of expert e is `piece_bytes[p]` bytes at `offset[e, p]` of file `file_idx[e, p]`.
@@ -21,6 +22,7 @@ import numpy.typing as npt
 from colibri_mp.checkpoint.arrangement import Arrangement, Source, bias_sources, matrix_sources
 from colibri_mp.checkpoint.container import PackedLayer, PackedPiece, piece_table
 from colibri_mp.checkpoint.matrices import Piece, Shape, TensorTable
+from colibri_mp.checkpoint.merged import merged_projections
 from colibri_mp.checkpoint.safetensors_header import TensorInfo
 from colibri_mp.errors import CheckpointError
 from colibri_mp.formats import Encoding
@@ -137,6 +139,8 @@ def find_experts(
         found = {p: stacked_projection(table, f"{path}.switch_mlp.{p}_proj", p, dims) for p in PROJECTIONS}
     elif f"{path}.experts.gate_up_proj" in table:
         found = _fused(table, f"{path}.experts", dims)
+    elif f"{path}.experts.0.merged_weight" in table:
+        found = merged_projections(table, f"{path}.experts", dims)
     else:
         found = {
             p: _per_expert(table, f"{path}.experts", names[p], dims.shape(p), dims.num_experts) for p in PROJECTIONS

@@ -2,7 +2,7 @@
 
 A matrix `path` [rows, cols] is stored as the tensor `<path>.weight`, with `<path>.scales` and `<path>.biases` if it is
 quantised (not to be confused with `<path>.bias`, the addend of a linear layer), or with `<path>.weight_scale_inv` in fp8.
-A stack of matrices has leading dims.
+A stack of matrices has leading dims. colibrì's containers have `<path>.weight.qs` (`flat`).
 Shapes are held against what the config asks for; a difference is an error that names both. Encodings: `quantisation`.
 """
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from colibri_mp.checkpoint.container import PackedLayer
+from colibri_mp.checkpoint.flat import SCALES, flat_encoding
 from colibri_mp.checkpoint.quantisation import Quantisation, fp8_encoding, grouped_encoding, plain_encoding
 from colibri_mp.checkpoint.safetensors_header import TensorInfo
 from colibri_mp.errors import CheckpointError
@@ -124,6 +125,9 @@ class TensorTable:
     def parts(self, path: str, shape: Shape) -> tuple[Encoding, tuple[TensorInfo, ...]]:
         """Encoding of the matrix or stack `path` [..., rows, cols], and its tensors in the order of the encoding."""
         cols = shape.dims[-1]
+        if f"{path}{SCALES}" in self.tensors and len(shape.dims) == 2:
+            weight, scales = self._get(f"{path}.weight"), self._get(f"{path}{SCALES}")
+            return flat_encoding(weight, scales, *shape.dims), (weight, scales)
         encoding = self._encoding(path, cols)
         if not encoding.group_size:
             return encoding, (self.tensor(f"{path}.weight", shape),)

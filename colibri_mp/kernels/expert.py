@@ -37,7 +37,7 @@ from colibri_mp.kernels.linear import DEFAULT_PLANES, describe_format, row_table
 from colibri_mp.kernels.team import ThreadTeam, aligned_bytes
 
 COLUMNS_PER_CHUNK = 64
-"""Hidden columns of a chunk of phase 0; a multiple of every group size but 128, for which it is 128."""
+"""Hidden columns of a chunk of phase 0, at least: it is a multiple of the group size."""
 ALONE_BYTES = 1 << 18
 """Weights times tokens below which a call wakes no helper: some 10 us of work."""
 
@@ -54,7 +54,8 @@ class _Sizes:
 
     def __init__(self, shape: ExpertShape, max_tokens: int, top_k: int, planes: int) -> None:
         self.max_tokens, self.rows = max_tokens, max_tokens * top_k
-        self.chunk_columns = max(COLUMNS_PER_CHUNK, activations.form(shape.down))
+        group = activations.form(shape.down) or COLUMNS_PER_CHUNK
+        self.chunk_columns = -(-COLUMNS_PER_CHUNK // group) * group
         self.for_gate = activations.prepared_bytes(shape.gate, shape.hidden, planes)
         self.for_up = activations.prepared_bytes(shape.up, shape.hidden, planes)
         self.inputs_shared = activations.form(shape.gate) == activations.form(shape.up)

@@ -74,6 +74,29 @@ def _gather_codes(block: int, lane: int, widths: Any, group: int, scale_kind: in
 
 
 @compiled
+def _gather_symmetric(block: int, lane: int, width: int, group: int, scales: Any, out: Any) -> None:
+    """scales: of the first group from its words' beginning, and bytes from one group's to the next; a step's words are those of `group`."""
+    first_scale, scale_step, words_step = scales
+    middle = np.float32(1 << (width - 1))
+    for g in range(out.size // group):
+        scale = get_f32(block + first_scale + g * scale_step + 4 * lane)
+        for column in range(group):
+            code = np.float32(
+                _field(block + g * words_step, lane, 2 * (column // 8) + column % 2, column % 8 // 2, width)
+            )
+            out[g * group + column] = (code - middle) * scale
+
+
+@compiled
+def _gather_all_symmetric(
+    data: int, block_bytes: int, width: int, group: int, scales: Any, row_ids: Any, out: Any
+) -> None:
+    for t in range(row_ids.size):
+        block, lane = data + row_ids[t] // 16 * block_bytes, row_ids[t] % 16
+        _gather_symmetric(block, lane, width, group, scales, out[t])
+
+
+@compiled
 def _gather_floats(block: int, lane: int, values: Any, group: int, scale_values: Any, out: Any) -> None:
     """FP4 (16 `values`) or FP8; without `scale_values` scales are float32, of whole blocks."""
     is_fp4 = values.size == 16
@@ -122,5 +145,13 @@ def gather(matrix: PackedMatrix, row_ids: npt.NDArray[np.int32], out: npt.NDArra
         values = reference.FP4 if kind == "fp4" else reference.E4M3
         _gather_all_floats(*place, values, group, _SCALE_VALUES[scale], ids, out)
         return
-    widths = (*layout.code_parts(layout.code_bits(matrix.format)), 0)[:2] if group else (0, 0)
+    bits = layout.code_bits(matrix.format)
+    if scale in ("symmetric", "row"):
+        sizes = layout.geometry(matrix.format, matrix.cols)
+        scales = 2 * group * bits, sizes.step_bytes, sizes.step_bytes
+        if scale == "row":
+            scales = sizes.num_steps * sizes.step_bytes, 0, sizes.step_bytes
+        _gather_all_symmetric(*place, bits, group, scales, ids, out)
+        return
+    widths = (*layout.code_parts(bits), 0)[:2] if group else (0, 0)
     _gather(*place, widths, group, _ELEMENT_KINDS[scale or kind], ids, out)

@@ -4,6 +4,8 @@ A matrix [rows, cols] is cut into blocks of 16 rows (the last one padded with ze
 
     q2 ... q8  block = cols / group records;  record = words u32 [group * bits / 32][16] | scales [16] | biases [16]
                value = code * scale + bias
+               symmetric: without biases, value = (code - 8) * scale, of q8 (code - 128) * scale; scales float32
+               row: the same, and the scales are float32 [16], once at the end of the block
     fp4        block = words u32 [cols / 8][16], as those of q4 | scales u8 [cols / group][16]
                value = E2M1[code] * scale
     fp8        block = codes u8 [cols / 2][16][2] | scales: u8 [cols / group][16], or float32 [cols / 128, rounded up] of the block's tiles
@@ -81,11 +83,13 @@ def geometry(matrix_format: Format, cols: int) -> Geometry:
     if cols % unit:
         raise ValueError(f"{cols} columns do not divide into groups of {unit}")
     codes = cols * BLOCK_ROWS * bits // 8
+    if scale == "row":
+        return Geometry(cols // group, codes * group // cols, codes + 4 * BLOCK_ROWS)
     if kind in ("fp4", "fp8"):
         scales = 4 * -(-cols // group) if scale == "tile" else BLOCK_ROWS * (cols // group)
         steps = cols // (group if kind == "fp4" else DENSE_STEP)
         return Geometry(steps, codes // steps, -(-(codes + scales) // 64) * 64)
-    step_bytes = BLOCK_ROWS * (group * bits // 8 + 2 * ELEMENT_BYTES[scale])
+    step_bytes = BLOCK_ROWS * (group * bits // 8 + (4 if scale == "symmetric" else 2 * ELEMENT_BYTES[scale]))
     return Geometry(cols // group, step_bytes, cols // group * step_bytes)
 
 

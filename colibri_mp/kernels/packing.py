@@ -311,6 +311,28 @@ def _pack_floats(
             _pack_tile_scales(from_scales, groups, scale_bytes, place + 16 * row_bytes)
 
 
+@compiled
+def _pack_symmetric(
+    parts: Any, rows: int, cols: int, numbers: Any, contents: Any, target: int, block_bytes: int, scratch: int
+) -> None:
+    """colibrì's. parts: addresses of weight, its end, scales; numbers: bits, columns that share a scale, bytes of a record."""
+    weight, _, scales = parts
+    words, factors = contents
+    bits, group, record_bytes = numbers
+    row_bytes, scale_row = cols * bits // 8, 4 * (cols // group)
+    num_words = group * bits // 32
+    for block in range((rows + 15) // 16):
+        place, num_rows = target + block * block_bytes, min(16, rows - 16 * block)
+        at = weight + 16 * block * row_bytes
+        _transpose_block(at, row_bytes, row_bytes, num_rows, place, words, num_words, record_bytes, scratch)
+        if bits == 8:
+            for i in range(0, 16 * row_bytes, 8):  # only rows have 8 bits: there is nothing between the words
+                set_u64(place + i, get_u64(place + i) ^ np.uint64(0x8080808080808080))
+        at = scales + 16 * block * scale_row
+        place += 64 * num_words
+        _transpose_block(at, scale_row, scale_row, num_rows, place, factors, _ONE, record_bytes, scratch)
+
+
 def _addresses(parts: Sequence[npt.NDArray[np.uint8]]) -> tuple[int, ...]:
     weight = parts[0].ctypes.data
     return (weight, weight + parts[0].nbytes, *[part.ctypes.data for part in parts[1:]])
@@ -337,3 +359,8 @@ def pack_parts(
             content = (_WORDS if bits == 4 else _HALVES).arguments()
             numbers = bits, encoding.groups(rows, cols)[1], ELEMENT_BYTES[encoding.scale], encoding.row_tile
             _pack_floats(where, rows, cols, numbers, content, target, sizes.block_bytes, scratch)
+        case "grouped" | "row":
+            shared = cols if encoding.kind == "row" else group
+            contents = (_WORDS if bits == 4 else _CODES).arguments(), _WORDS.arguments()
+            places = bits, shared, sizes.step_bytes
+            _pack_symmetric(where, rows, cols, places, contents, target, sizes.block_bytes, scratch)

@@ -59,11 +59,14 @@ def dequantise(encoding: Encoding, rows: int, cols: int, parts: Sequence[Bytes])
     if not encoding.group_size:
         return elements(parts[0], encoding.kind).reshape(rows, cols)
     codes = stored_codes(parts[0], rows, cols, encoding.bits)
+    if encoding.kind in ("grouped", "row"):
+        values = codes - 8 if encoding.bits == 4 else parts[0].view(np.int8).reshape(rows, cols)
+        return values.astype(np.float32) * _by_column(encoding, rows, cols, elements(parts[1], "f32"))
     if encoding.kind == "affine":
         scales, biases = (_by_column(encoding, rows, cols, elements(part, encoding.scale)) for part in parts[1:])
         return codes.astype(np.float32) * scales + biases
-    values = FP4 if encoding.bits == 4 else E4M3
-    return values[codes] * _by_column(encoding, rows, cols, _stored_scales(encoding, parts[1]))
+    table = FP4 if encoding.bits == 4 else E4M3
+    return table[codes] * _by_column(encoding, rows, cols, _stored_scales(encoding, parts[1]))
 
 
 def _stored_scales(encoding: Encoding, part: Bytes) -> Floats:
@@ -74,7 +77,8 @@ def _stored_scales(encoding: Encoding, part: Bytes) -> Floats:
 
 def _by_column(encoding: Encoding, rows: int, cols: int, scales: Floats) -> Floats:
     """What each value of a matrix [rows, cols] is scaled with."""
-    across = scales.reshape(encoding.groups(rows, cols)).repeat(encoding.group_size, axis=1)[:, :cols]
+    grid = scales.reshape(encoding.groups(rows, cols))
+    across = grid.repeat(-(-cols // grid.shape[1]) if encoding.kind == "row" else encoding.group_size, axis=1)[:, :cols]
     return across.repeat(encoding.row_tile, axis=0)[:rows]
 
 
@@ -92,6 +96,11 @@ def unpack(matrix_format: Format, rows: int, cols: int, packed: Bytes) -> Floats
     bits = layout.code_bits(matrix_format)
     codes_end = layout.BLOCK_ROWS * group * bits // 8
     codes = _unpack_codes(steps[:, :, :codes_end], group, bits)  # [block, group, row, column]
+    if matrix_format.scale in ("symmetric", "row"):
+        stored = blocks[:, None, -64:] if matrix_format.scale == "row" else steps[:, :, codes_end:]
+        scales = elements(stored.reshape(-1), "f32").reshape(*stored.shape[:2], layout.BLOCK_ROWS, 1)
+        values = (codes.astype(np.float32) - np.float32(2 ** (bits - 1))) * scales
+        return np.ascontiguousarray(values.transpose(0, 2, 1, 3)).reshape(-1, cols)[:rows]
     factors = elements(steps[:, :, codes_end:].reshape(-1), matrix_format.scale).reshape(
         *steps.shape[:2], 2, layout.BLOCK_ROWS, 1
     )

@@ -13,6 +13,7 @@ bytes c in [-128, 127]; for each group, in this order of float operations whatev
     v      = float(dot[0]) * 65536 + float(dot[1] * 256 + dot[2])                   (P = 3; fused)
     acc    = v * (scale * s) + acc;   acc = bias * (sum of x) + acc                 (fused)
 
+Symmetric weights are the same with bias = -8 * scale (8 bits: -128 * scale); where a row has one scale, it multiplies the sum at the end.
 FP4 is the same with code = 2 * value + 12, looked up in a register, scale / 2 and bias -6 * scale.
 
 No overflow: |dot| <= 128 columns * 255 * 128 = 4,177,920 = A, and |dot[1] * 256 + dot[2]| <= 257 A = 1,073,725,440 < 2^31.
@@ -94,13 +95,19 @@ def _emit_quantised(builder: Any, args: Sequence[Any], matrix_format: Format, pl
     record, step_bytes = group_record_bytes(codes.group, planes), geometry(matrix_format, codes.group).step_bytes
 
     def factors(weights: Any, index: Any) -> tuple[Any, Any]:
-        """Scales and biases."""
+        """Scales and biases; of rows those of the codes alone."""
+        middle = -float(2 ** (codes.bits - 1))
+        if matrix_format.scale == "row":
+            return constant(V16F, 1.0), constant(V16F, middle)
         if codes.is_fp4:
             place = builder.add(tile.scales(step_bytes), builder.mul(index, constant(I64, 16)))
             halves = builder.fmul(byte_scales(builder, place, matrix_format.scale), constant(V16F, 0.5))
             return halves, builder.fmul(halves, constant(V16F, -12.0))
-        element, is_bf16 = ELEMENT_BYTES[matrix_format.scale], matrix_format.scale == "bf16"
         place = offset(builder, weights, codes.group * codes.bits * 2)
+        if matrix_format.scale == "symmetric":
+            scales = load(builder, place, V16F)
+            return scales, builder.fmul(scales, constant(V16F, middle))
+        element, is_bf16 = ELEMENT_BYTES[matrix_format.scale], matrix_format.scale == "bf16"
         scales = emit.load_scales(builder, place, element, is_bf16)
         return scales, emit.load_scales(builder, offset(builder, place, 16 * element), element, is_bf16)
 
@@ -120,7 +127,11 @@ def _emit_quantised(builder: Any, args: Sequence[Any], matrix_format: Format, pl
             builder.store(emit.fma(builder, biases, total, acc), tile.accs[t][0])
 
     tile.each_step(step, step_bytes, record)
-    tile.store([builder.load(acc[0]) for acc in tile.accs])
+    results = [builder.load(acc[0]) for acc in tile.accs]
+    if matrix_format.scale == "row":
+        scales = load(builder, tile.scales(step_bytes), V16F)
+        results = [builder.fmul(result, scales) for result in results]
+    tile.store(results)
 
 
 _FP8_CHAINS = 4
@@ -193,7 +204,7 @@ def _emit_dense(builder: Any, args: Sequence[Any], matrix_format: Format, num_to
 
 
 _KINDS = ("q2", "q3", "q4", "q5", "q6", "q8", "fp4", "fp8", "bf16", "f16", "f32")
-_SCALES = ("", "bf16", "f16", "f32", "e8m0", "e4m3", "tile")
+_SCALES = ("", "bf16", "f16", "f32", "e8m0", "e4m3", "tile", "symmetric", "row")
 
 
 @operation(types.void, *[types.int64] * 5, num_literals=5)

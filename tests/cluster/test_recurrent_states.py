@@ -16,8 +16,8 @@ GREEDY: dict[str, Any] = {"max_tokens": 13, "temperature": 0.0, "ignore_eos": Tr
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Cluster]:
-    """States are kept."""
-    with Cluster.launch(MODEL, state_slots=4, **OPTIONS) as running:
+    """States are kept, and tokens may be guessed."""
+    with Cluster.launch(MODEL, state_slots=4, draft=4, **OPTIONS) as running:
         yield running
 
 
@@ -33,7 +33,7 @@ def test_turns_go_on_from_the_state_after_the_last_answer(shared: Cluster, alone
     prompt = PROMPT[:40]
     for turn in range(3):
         options = {"max_tokens": 9, "temperature": 1.0, "seed": turn, "ignore_eos": True}
-        got, want = shared.generate(prompt, **options), alone.generate(prompt, **options)
+        got, want = shared.generate(prompt, **options, draft=0), alone.generate(prompt, **options)
         assert got.token_ids == want.token_ids
         assert got.stats["cached_tokens"] == (0 if turn == 0 else (len(prompt) - 3) // 16 * 16)
         assert want.stats["cached_tokens"] == 0
@@ -54,6 +54,18 @@ def test_a_saved_session_has_its_state(shared: Cluster, alone: Cluster, tmp_path
         assert another.restore_session(tmp_path / "session").num_tokens == 112  # it is there already
         requests = another.stats()["requests"]
         assert requests["kv_blocks_free"] == requests["kv_blocks"]
+
+
+@pytest.mark.parametrize("favoured", [{7: 100.0}, {7: 100.0, 8: 97.0}])
+def test_guesses_that_are_wrong_leave_no_trace(shared: Cluster, alone: Cluster, favoured: dict[int, float]) -> None:
+    """Tokens that can be guessed, always or mostly: they and their probabilities are those of plain decoding, bit for bit."""
+    options: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0, "seed": 3, "ignore_eos": True, "logprobs": 1}
+    got, want = (cluster.generate(PROMPT[:30], logit_bias=favoured, **options) for cluster in (shared, alone))
+    assert got.token_ids == want.token_ids
+    assert got.logprobs == want.logprobs
+    assert got.stats["accepted_tokens"] > 5
+    assert (got.stats["accepted_tokens"] < got.stats["drafted_tokens"]) == (len(favoured) > 1)
+    assert len(set(got.token_ids)) == len(favoured)
 
 
 def test_scores_are_computed_and_leave_nothing_half_done(shared: Cluster, alone: Cluster) -> None:

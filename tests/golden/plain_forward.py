@@ -37,12 +37,18 @@ def dequantise(encoding: Encoding, rows: int, cols: int, parts: list[Bytes]) -> 
     if encoding.kind == "fp8":
         return e4m3(codes) * in_tiles(to_float32(parts[1], encoding.scale.upper()).astype(float), rows, cols)
 
+    if encoding.kind == "row":
+        signed = codes - 8 if encoding.bits == 4 else parts[0].view(np.int8).reshape(rows, cols)
+        return signed * parts[1].view(np.float32).astype(float)[:, None]
+
     def by_column(part: NDArray[np.float64]) -> Floats:
         return part.reshape(rows, -1).repeat(encoding.group_size, axis=1)
 
     if encoding.kind == "affine":
         scales, biases = (by_column(to_float32(part, encoding.scale.upper()).astype(float)) for part in parts[1:])
         return codes * scales + biases
+    if encoding.kind == "grouped":
+        return (codes - 8) * by_column(parts[1].view(np.float32).astype(float))
     scales = e4m3(parts[1].astype(int)) if encoding.kind == "nvfp4" else 2.0 ** (parts[1].astype(float) - 127)
     return (FP4[codes] if encoding.bits == 4 else e4m3(codes)) * by_column(scales)
 

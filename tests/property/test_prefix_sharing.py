@@ -25,7 +25,7 @@ class SharedPrefixes(RuleBasedStateMachine):
     def start(self, num_blocks: int, max_rows: int, shares: bool, num_slots: int) -> None:
         """Few blocks and slots, so that what is cached or kept is evicted."""
         root = "root" if shares else None
-        self.scheduler = Scheduler(BlockAllocator(num_blocks, BLOCK), max_rows, None, root, num_state_slots=num_slots)
+        self.scheduler = Scheduler(BlockAllocator(num_blocks, BLOCK), max_rows, None, root, max_rows, num_slots)
         self.states: list[list[int]] = [[GARBAGE]] * num_slots
         self.memory = np.full((num_blocks, BLOCK), GARBAGE)
         self.ended: list[list[int]] = []
@@ -44,7 +44,13 @@ class SharedPrefixes(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
-        """Every row's token goes to its block; then a sequence that has reached its end gets one more, or has ended."""
+        """Every row's token goes to its block; then a sequence that has reached its end gets those that were guessed right and one more, or
+        has ended.
+        """
+        for sequence in self.scheduler.running:
+            room = sequence.projected_tokens - len(sequence.token_ids) - 1
+            guesses = st.lists(st.integers(0, 1), max_size=min(room, 6)) if room > 0 else st.just([])
+            sequence.draft = data.draw(guesses) if sequence.is_decoding and not sequence.all_logits else []
         rows = self.scheduler.schedule()
         assert sum(part.count for part in rows) <= self.scheduler.max_rows
         assert bool(rows) == bool(self.scheduler.running)
@@ -53,12 +59,21 @@ class SharedPrefixes(RuleBasedStateMachine):
             self.write(part, part.token_ids)
             self.run_states(part, part.token_ids)
         self.scheduler.advance(rows)
-        for sequence in [part.sequence for part in rows if part.reaches_end]:
-            if len(sequence.token_ids) < sequence.projected_tokens and not sequence.all_logits:
-                sequence.token_ids.append(data.draw(st.integers(0, 1)))
-            else:
+        for part in [part for part in rows if part.reaches_end]:
+            self.draw_tokens(part.sequence, part.draft, data)
+        self.scheduler.settle(rows)
+
+    def draw_tokens(self, sequence: Sequence, draft: tuple[int, ...], data: st.DataObject) -> None:
+        """As the engine does."""
+        for guess in (*draft, None):
+            if len(sequence.token_ids) == sequence.projected_tokens or sequence.all_logits:
                 self.ended.append(sequence.token_ids)
                 self.scheduler.remove(sequence)
+                return
+            sequence.token_ids.append(data.draw(st.integers(0, 1)))
+            if guess != sequence.token_ids[-1]:
+                return
+            self.scheduler.accept(sequence)
 
     @precondition(lambda self: self.scheduler.running)
     @rule()

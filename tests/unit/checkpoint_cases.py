@@ -10,7 +10,7 @@ from typing import Any
 GOLDEN = Path(__file__).parent.parent / "golden"
 FIXTURES = sorted(path.parent for path in GOLDEN.glob("tiny*/*/config.json"))
 FIXTURE_IDS = [path.name for path in FIXTURES]
-DTYPE_BYTES = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4, "U32": 4, "F8_E4M3": 1, "I64": 8}
+DTYPE_BYTES = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4, "U32": 4, "F8_E4M3": 1, "I64": 8}
 Header = dict[str, Any]
 
 

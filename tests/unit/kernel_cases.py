@@ -24,6 +24,14 @@ def affine(bits: int, group_size: int, scale: str) -> Encoding:
 BF16, F16, F32 = Encoding("bf16"), Encoding("f16"), Encoding("f32")
 NVFP4, MXFP4, MXFP8 = Encoding("nvfp4", 4, 16, "u8"), Encoding("mxfp4", 4, 32, "u8"), Encoding("mxfp8", 8, 32, "u8")
 FP8 = Encoding("fp8", 8, 128, "f32")
+INT8, INT4 = Encoding("row", 8, 128, "f32"), Encoding("row", 4, 128, "f32")
+
+
+def int4(group_size: int) -> Encoding:
+    """colibrì's."""
+    return Encoding("grouped", 4, group_size, "f32")
+
+
 FORMATS = (
     affine(4, 64, "bf16"),
     affine(4, 32, "f16"),
@@ -40,6 +48,9 @@ FORMATS = (
     affine(3, 32, "f16"),
     affine(5, 32, "bf16"),
     affine(6, 32, "bf16"),
+    INT8,
+    INT4,
+    int4(32),
 )
 """Each group size, scale type, code width and dense type at least once: every one costs a compilation."""
 
@@ -53,6 +64,8 @@ ISA_FORMATS = (
     FP8,
     affine(3, 32, "f16"),
     affine(6, 32, "bf16"),
+    INT8,
+    int4(32),
 )
 """Those that all instruction sets compute: every way to take codes out of words, every type of scale."""
 NEON_FORMATS = (affine(8, 64, "bf16"), NVFP4, affine(3, 32, "f16"))
@@ -81,6 +94,9 @@ def random_parts(rng: np.random.Generator, encoding: Encoding, rows: int, cols: 
     if encoding.kind == "fp8":
         scales = rng.uniform(0.5, 1.5, encoding.groups(rows, cols)) / 100 / np.sqrt(cols)
         return [codes, stored(scales, encoding.scale)]
+    if encoding.kind in ("grouped", "row"):
+        scales = rng.uniform(0.5, 1.5, encoding.groups(rows, cols)) * 4 / 2**encoding.bits / np.sqrt(cols)
+        return [codes, stored(scales, "f32")]
     if encoding.scale == "u8":
         low = {"mxfp4": 118, "nvfp4": 20, "mxfp8": 116}[encoding.kind]
         return [codes, rng.integers(low, low + 6, sizes[1]).astype(np.uint8)]

@@ -5,10 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_cases import copy_of, edit_tensors, fixture
+from checkpoint_cases import copy_of, edit_tensors, fixture, header_of
 from safetensors import safe_open
 
-from colibri_mp.checkpoint import Checkpoint, ExpertLayer
+from colibri_mp.checkpoint import Checkpoint, ExpertLayer, TensorInfo
+from colibri_mp.checkpoint.experts import ExpertDims, find_experts
+from colibri_mp.checkpoint.matrices import TensorTable
+from colibri_mp.checkpoint.quantisation import Quantisation
 from colibri_mp.errors import CheckpointError
 from colibri_mp.models import load_model
 
@@ -55,6 +58,40 @@ def test_stacked_pieces_are_slices_of_the_stack(name: str) -> None:
             stack = reference.get_tensor(tensor)
             for expert in range(8):
                 assert expert_bytes(checkpoint, found[1], expert)[piece] == stack[expert].tobytes()
+
+
+def fused_fp8(width: int) -> ExpertLayer:
+    """Three fused experts of hidden size 136 in fp8, whose tensors exist only in name."""
+    shapes = {
+        "b.experts.gate_up_proj": ("F8_E4M3", (3, 2 * width, 136)),
+        "b.experts.gate_up_proj_scale_inv": ("F32", (3, -(-2 * width // 128), 2)),
+        "b.experts.down_proj": ("F8_E4M3", (3, 136, width)),
+        "b.experts.down_proj_scale_inv": ("F32", (3, 2, -(-width // 128))),
+    }
+    infos = {
+        name: TensorInfo(name, entry["dtype"], tuple(entry["shape"]), 0, start, end - start)
+        for name, entry in header_of(shapes).items()
+        for start, end in [entry["data_offsets"]]
+    }
+    return find_experts(TensorTable(infos, Quantisation()), 0, "b", ExpertDims(3, 136, width, "moe_intermediate_size"))
+
+
+def test_fused_experts_in_tiles() -> None:
+    """gate has the first half of an expert's rows and tiles, up the second; down its own."""
+    layer = fused_fp8(256)
+    assert layer.piece_names == tuple(
+        (p, part) for p in ("gate", "up", "down") for part in ("weight", "weight_scale_inv")
+    )
+    assert layer.piece_bytes.tolist() == [256 * 136, 16, 256 * 136, 16, 136 * 256, 16]
+    one, scales, down = 2 * 256 * 136, 3 * 2 * 256 * 136, 3 * 2 * 256 * 136 + 3 * 32
+    expected = [2 * one, scales + 64, 2 * one + one // 2, scales + 80, down + one, down + 3 * one // 2 + 32]
+    assert layer.offset[2].tolist() == expected
+
+
+def test_fused_experts_that_share_a_tile_are_refused() -> None:
+    """A tile with rows of gate and of up belongs to neither."""
+    with pytest.raises(CheckpointError, match="moe_intermediate_size = 192 is no multiple of 128"):
+        fused_fp8(192)
 
 
 def test_layer_values() -> None:

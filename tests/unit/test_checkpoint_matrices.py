@@ -65,6 +65,52 @@ def test_floating_codes(mode: str, bits: int, group_size: int) -> None:
         assert found == Encoding(mode, bits, group_size, "u8")  # type: ignore[arg-type]
 
 
+TILED = Shape((136, 264), "rows, columns")
+
+
+def tiled(tiles: tuple[int, ...] = (2, 3), scale: str = "F32", cols: int = 264, rows: int = 136) -> Tensors:
+    """The tensors of an fp8 matrix."""
+    return {"m.weight": ("F8_E4M3", (rows, cols)), "m.weight_scale_inv": (scale, tiles)}
+
+
+def fp8(**changes: object) -> Config:
+    """config.json of an fp8 model."""
+    return {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], **changes}}
+
+
+@pytest.mark.parametrize(("scale", "kind"), [("F32", "f32"), ("BF16", "bf16")])
+def test_fp8(scale: str, kind: str) -> None:
+    """E4M3 codes and a scale for each tile of 128 x 128, last ones that are smaller included; bf16 matrices stay beside them."""
+    tensors = table({**tiled(scale=scale), "n.weight": ("BF16", (136, 264))}, fp8())
+    matrix = tensors.matrix("m", TILED)
+    assert matrix.encoding == Encoding("fp8", 8, 128, kind)  # type: ignore[arg-type]
+    assert tuple(piece.nbytes for piece in matrix.pieces) == (136 * 264, 6 * (4 if scale == "F32" else 2))
+    assert tensors.matrix("n", TILED).encoding == Encoding("bf16")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "shape", "message"),
+    [
+        (tiled((1, 2)), TILED, r"'m.weight_scale_inv' is F32 \[1, 2\].*asks for \[2, 3\] .*in tiles of 128 x 128"),
+        (tiled(scale="F16"), TILED, "scales 'm.weight_scale_inv' of F16 is not supported"),
+        (tiled((1, 1), cols=12, rows=5), Shape((5, 12), "rows, columns"), "F8_E4M3 with 12 columns"),
+        ({**tiled(), "m.weight": ("I8", (136, 264))}, TILED, "I8 with 264 columns"),
+        (tiled(rows=137), TILED, r"F8_E4M3 \[137, 264\]"),
+    ],
+)
+def test_fp8_that_is_refused(tensors: Tensors, shape: Shape, message: str) -> None:
+    """Other tiles, types and shapes are errors that name the tensor."""
+    with pytest.raises(CheckpointError, match=message):
+        table(tensors, fp8()).matrix("m", shape)
+
+
+@pytest.mark.parametrize("change", [{"weight_block_size": [64, 128]}, {"weight_block_size": None}, {"fmt": "e5m2"}])
+def test_fp8_of_another_kind_is_refused(change: Config) -> None:
+    """config.json must say tiles of 128 x 128 and E4M3."""
+    with pytest.raises(CheckpointError, match=r"fp8 with fmt .* is not supported; supported is e4m3 with \[128, 128\]"):
+        read_quantisation(fp8(**change))
+
+
 @pytest.mark.parametrize(("dtype", "kind"), [("BF16", "bf16"), ("F16", "f16"), ("F32", "f32")])
 def test_plain(dtype: str, kind: str) -> None:
     """A matrix without scales is plain, in a quantised model too (its columns are no multiple of the group, say)."""

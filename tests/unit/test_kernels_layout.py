@@ -4,14 +4,29 @@ import hashlib
 
 import numpy as np
 import pytest
-from kernel_cases import BF16, F16, F32, FP8, MXFP4, MXFP8, NVFP4, affine, packed, random_matrix, random_parts
+from kernel_cases import (
+    BF16,
+    F16,
+    F32,
+    FP8,
+    INT4,
+    INT8,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    affine,
+    int4,
+    packed,
+    random_matrix,
+    random_parts,
+)
 
 from colibri_mp.formats import Encoding, Format
 from colibri_mp.kernels import layout, reference
 from colibri_mp.kernels.team import aligned_bytes
 
 ENCODINGS = (
-    BF16, F16, F32, NVFP4, MXFP4, MXFP8, FP8, Encoding("fp8", 8, 128, "bf16"),
+    BF16, F16, F32, NVFP4, MXFP4, MXFP8, FP8, Encoding("fp8", 8, 128, "bf16"), INT8, INT4, int4(16), int4(64),
     affine(4, 64, "bf16"), affine(4, 32, "f16"), affine(4, 128, "f32"), affine(8, 64, "bf16"), affine(8, 32, "f32"),
     affine(2, 64, "bf16"), affine(3, 32, "bf16"), affine(5, 64, "f16"), affine(6, 32, "bf16"),
 )  # fmt: skip
@@ -75,7 +90,7 @@ def test_bytes_are_pinned() -> None:
             digest.update(packed(encoding, rows, cols, parts).data)
         digests[version] = digest.hexdigest()[:16]
     assert layout.READABLE_LAYOUTS == ("R16S-1", "R16S-2")
-    assert digests == {"R16S-1": "f347b53ce8aad0c6", "R16S-2": "2131e21e4f1c8388"}
+    assert digests == {"R16S-1": "f347b53ce8aad0c6", "R16S-2": "a8945b064ee41145"}
 
 
 def test_sizes_of_a_known_matrix() -> None:

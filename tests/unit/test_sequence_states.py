@@ -110,3 +110,24 @@ def test_kept_states_give_way_least_recently_used_first() -> None:
     assert scheduler.states.slots.num_evicted == 1
     assert scheduler.states.slots.num_kept == 1
     scheduler.check_integrity()
+
+
+def test_guesses_are_in_the_state_all_or_none() -> None:
+    """Where some were wrong, the right ones are computed again with the next token, from the state before them; no slot is lost."""
+    scheduler = make()
+    scheduler.max_guessing = 8
+    sequence = add(scheduler, [1] * 6)
+    step(scheduler, 50)
+    for right, runs, then in ((1, [1, 3], (2, 7)), (3, [1, 1, 3], (1, 12))):  # the second is cut where a block ends
+        sequence.draft = [60, 61, 62]
+        (part,) = scheduler.schedule()
+        assert [count for count, _, _ in part.state_runs] == runs
+        scheduler.advance([part])
+        for guess in [*part.draft[:right], 70]:
+            sequence.token_ids.append(guess)
+            if guess != 70:
+                scheduler.accept(sequence)
+        scheduler.settle([part])
+        scheduler.check_integrity()
+        sequence.draft = []
+        assert (sequence.num_pending, sequence.num_computed) == then

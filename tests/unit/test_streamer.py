@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from expert_checkpoint import (
     BF16,
+    FP8,
     Q4,
     Q8,
     Bytes,
@@ -147,6 +148,19 @@ def test_large_experts_are_cut_into_row_blocks(
     files = write(tmp_path, experts, scattered)
     assert len(LayerPlan(experts.expert_layer()).tasks(0)) >= 6
     streamer = open_streamer(files, experts, mode)
+    slabs, _ = read_all(streamer, experts)
+    streamer.close()
+    assert_slabs(slabs, experts)
+
+
+def test_tiles_are_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of fp8 that share scales are read in one task, last tiles that are smaller included: same bytes."""
+    monkeypatch.setattr(read_plan, "TASK_BYTES", 8192)
+    experts = random_experts(0, 2, 264, 304, (FP8, FP8, FP8))
+    files = write(tmp_path, experts, scattered)
+    matrices = [matrix for task in LayerPlan(experts.expert_layer()).tasks(0) for matrix in task.matrices]
+    assert [matrix.rows for matrix in matrices] == [128, 128, 48] * 2 + [128, 128, 8]
+    streamer = open_streamer(files, experts)
     slabs, _ = read_all(streamer, experts)
     streamer.close()
     assert_slabs(slabs, experts)
