@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colibri_mp.kernels.attention_inputs import Batch
-from colibri_mp.kernels.paged_cache import BLOCK_TOKENS
 from colibri_mp.mlx_backend.kv_cache import PagedArray, SlotArray, paged_bytes
 from colibri_mp.mlx_backend.mixer import Room, WeightReader
-from colibri_mp.mlx_backend.rows import Rope, Run, rms_norm, runs
+from colibri_mp.mlx_backend.rows import Rope, Run, blocks_of, rms_norm, runs
 from colibri_mp.models.structure import AttentionTensors
 from colibri_mp.specs import AttentionSpec
 
@@ -48,7 +47,7 @@ class Attention:
         q = self._rope(self._heads(q_rows[:, : spec.q_width], self._q_norm), positions)
         k = self._rope(self._heads(_plus(self._k(h), self._k_bias), self._k_norm), positions)
         v = self._heads(_plus(self._v(h), self._v_bias), None)
-        blocks = batch.block_table[batch.sequence_idx, batch.positions // BLOCK_TOKENS]
+        blocks = blocks_of(batch)
         for cache, rows in zip(self.paged, (k, v), strict=True):
             cache.write(blocks, batch.positions, rows)
         context = mx.concatenate([self._attend(q[run.first : run.end], run, batch) for run in runs(batch)])

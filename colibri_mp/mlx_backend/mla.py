@@ -10,11 +10,10 @@ import mlx.core as mx
 import numpy as np
 
 from colibri_mp.kernels.attention_inputs import Batch
-from colibri_mp.kernels.paged_cache import BLOCK_TOKENS
 from colibri_mp.mlx_backend.kv_cache import PagedArray, SlotArray, paged_bytes
 from colibri_mp.mlx_backend.matrices import MatrixStack
 from colibri_mp.mlx_backend.mixer import Room, WeightReader
-from colibri_mp.mlx_backend.rows import Rope, Run, rms_norm, runs
+from colibri_mp.mlx_backend.rows import Rope, Run, blocks_of, rms_norm, runs
 from colibri_mp.models.structure import MlaTensors
 from colibri_mp.specs import MlaSpec
 
@@ -53,7 +52,7 @@ class Mla:
         found = self._kv_a(h)
         latents = rms_norm(found[:, : spec.kv_lora_rank], self._kv_a_norm, spec.lora_eps)
         keys = self._turn(found[:, None, spec.kv_lora_rank :], positions)[:, 0]
-        blocks = batch.block_table[batch.sequence_idx, batch.positions // BLOCK_TOKENS]
+        blocks = blocks_of(batch)
         self.paged[0].write(blocks, batch.positions, mx.concatenate([latents, keys], axis=-1))
         context = [self._attend(q[:, run.first : run.end], run, batch) for run in runs(batch)]
         heads = self._values(mx.concatenate(context, axis=1)).swapaxes(0, 1)
