@@ -37,10 +37,10 @@ def _cpu(checkpoint: Checkpoint, model: ModelSpec, plan: Plan, config: LaunchCon
 
 
 def _mlx(checkpoint: Checkpoint, model: ModelSpec, plan: Plan, config: LaunchConfig, _stack: ExitStack) -> Backend:
-    from colibri_mp.mlx_backend.mixer import Room
+    from colibri_mp.mlx_backend.mixer import Choice, Room
     from colibri_mp.mlx_backend.model import MlxModel
 
-    room = Room(num_blocks_for(plan.kv_tokens), config.state_slots)
+    room = Room(num_blocks_for(plan.kv_tokens), config.state_slots, Choice())
     return MlxModel(checkpoint, model, plan.ctx_tokens, room)
 
 

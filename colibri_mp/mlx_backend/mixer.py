@@ -6,6 +6,8 @@ A new kind is a file beside `attention`, and a line in `mixers.KINDS`.
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
 from colibri_mp.checkpoint.matrices import StoredMatrix
 from colibri_mp.checkpoint.safetensors_header import TensorInfo
@@ -13,12 +15,22 @@ from colibri_mp.kernels.attention_inputs import Batch
 from colibri_mp.mlx_backend.kv_cache import PagedArray, SlotArray
 from colibri_mp.mlx_backend.matrices import Matrix
 
+Mask = NDArray[np.bool_]
+
+
+class Choice:
+    """What an indexer has chosen in the step under way, for layers without one of their own: of each run which positions its rows read."""
+
+    def __init__(self) -> None:
+        self.masks: list[Mask] = []
+
 
 class Room(NamedTuple):
-    """What mixers are made for."""
+    """What mixers are made for, all with the same `choice`."""
 
     num_blocks: int
     num_state_slots: int
+    choice: Choice
 
 
 class Mixer(Protocol):

@@ -27,6 +27,4 @@ KINDS: dict[type, MixerKind] = {
 
 def missing_kinds(model: ModelSpec) -> list[str]:
     """Names of the specs in the model that MLX does not compute."""
-    specs = {layer.attention for layer in model.layers}
-    sparse = {"an indexer" for spec in specs if getattr(spec, "indexer", None) is not None}
-    return sorted(sparse | {type(spec).__name__ for spec in specs if type(spec) not in KINDS})
+    return sorted({type(layer.attention).__name__ for layer in model.layers if type(layer.attention) not in KINDS})

@@ -12,7 +12,7 @@ from colibri_mp.kernels.layout import pack
 from colibri_mp.kernels.team import aligned_bytes
 from colibri_mp.mlx_backend.expert_stage import MlxExpertStage
 from colibri_mp.mlx_backend.expert_tier import ExpertTier
-from colibri_mp.mlx_backend.mixer import Room
+from colibri_mp.mlx_backend.mixer import Choice, Room
 from colibri_mp.mlx_backend.model import MlxModel
 from colibri_mp.models import load_model
 from colibri_mp.models.structure import MoeSpec
@@ -29,7 +29,7 @@ class DirectModel:
     def __init__(self, folder: Path) -> None:
         checkpoint = Checkpoint.open(folder)
         self.spec = load_model(checkpoint)
-        self.model = MlxModel(checkpoint, self.spec, MAX_ROWS, Room(NUM_BLOCKS, NUM_SLOTS))
+        self.model = MlxModel(checkpoint, self.spec, MAX_ROWS, Room(NUM_BLOCKS, NUM_SLOTS, Choice()))
         reader = ExpertReader(ExpertCopies((Copy(checkpoint.files),)), self.spec.expert_layers, pack)
         scratch = aligned_buffer(reader.scratch_bytes)
         self._slabs, self._stages, self._addresses = [], {}, {}
