@@ -91,7 +91,7 @@ class PrefixSharing:
         sequence.num_published = num_full
 
     def describe(self) -> dict[str, Any]:
-        """What `status` says: tokens of prompts that could have been shared and that were, blocks cached and evicted so far, states likewise."""
+        """What `status` says: tokens of prompts that could be shared and were; blocks and states cached, and evicted so far."""
         return {
             "enabled": self.keys is not None,
             "asked_tokens": self.num_asked_tokens,
