@@ -5,6 +5,7 @@ The latent is key and value in one, so it is stored once. For one layer and bloc
 
     rows     [P / 16][16 positions][16 elements]    a vector is 16 elements of one position
     scales   float32 [2][16 positions]              only in 8 bits: of the latents, of the rope keys
+    index    float32 [index_dim][16 positions]      only in layers with an indexer: its keys (`index_keys`)
 
 Values are read as they lie; for scores a tile is turned to [P][16 positions] on its way (`mla_core`), which costs a few percent of
 them, since all heads share it. In 8 bits (lossy) rows are int8, code and scale as in `kv_cache8`.
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from colibri_mp.kernels.index_keys import IndexKeys, index_tile_bytes
 from colibri_mp.kernels.kv_cache import F32Array
 from colibri_mp.kernels.kv_cache8 import quantise
 from colibri_mp.kernels.paged_cache import BLOCK_TOKENS, PagedCache, num_blocks_for
@@ -28,14 +30,24 @@ def padded(width: int) -> int:
 class LatentCache(PagedCache):
     """`tiles` is float32 [num_layers, num_blocks, 1, tile]."""
 
-    def __init__(self, num_layers: int, num_blocks: int, latent_dim: int, rope_dim: int) -> None:
-        self.latent_dim, self.rope_dim = latent_dim, rope_dim
-        super().__init__(num_layers, num_blocks, 1, self.tile_bytes(latent_dim, rope_dim))
+    def __init__(self, num_layers: int, num_blocks: int, latent_dim: int, rope_dim: int, index_dim: int = 0) -> None:
+        self.latent_dim, self.rope_dim, self.index_dim = latent_dim, rope_dim, index_dim
+        super().__init__(num_layers, num_blocks, 1, self.tile_bytes(latent_dim, rope_dim, index_dim))
+
+    @property
+    def index_keys(self) -> IndexKeys:
+        """The keys of an indexer."""
+        return IndexKeys(self, self.tile_bytes(self.latent_dim, self.rope_dim), self.index_dim)
+
+    @classmethod
+    def tile_bytes(cls, latent_dim: int, rope_dim: int, index_dim: int = 0) -> int:
+        """Bytes of one layer and block."""
+        return cls.row_bytes(padded(latent_dim + rope_dim)) * BLOCK_TOKENS + index_tile_bytes(index_dim)
 
     @staticmethod
-    def tile_bytes(latent_dim: int, rope_dim: int) -> int:
-        """Bytes of one layer and block."""
-        return 4 * padded(latent_dim + rope_dim) * BLOCK_TOKENS
+    def row_bytes(width: int) -> int:
+        """Bytes of a padded row, with its scales."""
+        return 4 * width
 
     def write(self, layer_idx: int, block_ids: Any, start: int, latents: F32Array, rope_keys: F32Array) -> None:
         """Store latents [n, latent_dim] and rope keys [n, rope_dim] at the positions from `start` on. Plain numpy."""
@@ -60,7 +72,8 @@ class LatentCache(PagedCache):
 
     def _rows(self, layer_idx: int) -> NDArray[Any]:
         """View [num_blocks, P / 16, 16 positions, 16 elements]."""
-        return self.tiles[layer_idx, :, 0].reshape(self.num_blocks, -1, BLOCK_TOKENS, BLOCK_TOKENS)
+        rows = self.tiles[layer_idx, :, 0, : padded(self.latent_dim + self.rope_dim) * BLOCK_TOKENS]
+        return rows.reshape(self.num_blocks, -1, BLOCK_TOKENS, BLOCK_TOKENS)
 
     def _values(self, layer_idx: int) -> F32Array:
         """As `_rows`, as float32."""
@@ -74,9 +87,9 @@ class LatentCache8(LatentCache):
     dtype = np.dtype(np.uint8)
 
     @staticmethod
-    def tile_bytes(latent_dim: int, rope_dim: int) -> int:
-        """Bytes of one layer and block."""
-        return padded(latent_dim + rope_dim) * BLOCK_TOKENS + 2 * 4 * BLOCK_TOKENS
+    def row_bytes(width: int) -> int:
+        """Bytes of a padded row, with its scales."""
+        return width + 2 * 4
 
     def _store(self, layer_idx: int, block: int, lane: int, latent: F32Array, rope_key: F32Array) -> None:
         scales = self._scales(layer_idx)
@@ -85,12 +98,14 @@ class LatentCache8(LatentCache):
         self._rows(layer_idx)[block, :, lane] = self._row(codes, key_codes)
 
     def _rows(self, layer_idx: int) -> NDArray[np.int8]:
-        codes = self.tiles[layer_idx, :, 0, : -2 * 4 * BLOCK_TOKENS].view(np.int8)
+        codes = self.tiles[layer_idx, :, 0, : padded(self.latent_dim + self.rope_dim) * BLOCK_TOKENS].view(np.int8)
         return codes.reshape(self.num_blocks, -1, BLOCK_TOKENS, BLOCK_TOKENS)
 
     def _scales(self, layer_idx: int) -> F32Array:
         """View [num_blocks, 2, 16 positions]."""
-        return self.tiles[layer_idx, :, 0, -2 * 4 * BLOCK_TOKENS :].view(np.float32).reshape(-1, 2, BLOCK_TOKENS)
+        start = padded(self.latent_dim + self.rope_dim) * BLOCK_TOKENS
+        scales = self.tiles[layer_idx, :, 0, start : start + 2 * 4 * BLOCK_TOKENS]
+        return scales.view(np.float32).reshape(-1, 2, BLOCK_TOKENS)
 
     def _values(self, layer_idx: int) -> F32Array:
         rows, scales = self._rows(layer_idx).astype(np.float32), self._scales(layer_idx)

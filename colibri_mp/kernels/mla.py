@@ -4,11 +4,11 @@
     stage(x, weights, cache, layer_idx, batch)
 
 What a row gives depends on its position, its sequence's cache and the weights alone, to the bit. Decode and prefill both attend to
-latents (absorbed form), so that they agree. Phases: `mla_stage`; inner loops: `mla_core`, `mla_tiles`; cache: `latent_cache`;
+latents (absorbed form), so that they agree. With an indexer (DSA) rows that see more than its top_k positions read those that it chooses:
+`indexer`. Phases: `mla_stage`; inner loops: `mla_core`, `mla_tiles`; cache: `latent_cache`;
 weights: `mla_weights`; the same in plain numpy: `reference_mla`.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from colibri_mp.errors import RequestError
 from colibri_mp.kernels import attention_plan, mla_stage
-from colibri_mp.kernels.attention_inputs import Batch, check_plain
+from colibri_mp.kernels.attention_inputs import Batch, Chosen, check_plain
 from colibri_mp.kernels.attention_plan import PLACE, PLAN
 from colibri_mp.kernels.attention_tiles import SCORE_STRIDE, SPLIT_TOKENS
-from colibri_mp.kernels.latent_cache import LATENT_CACHES, LatentCache, padded
+from colibri_mp.kernels.indexer import Indexer
+from colibri_mp.kernels.latent_cache import LatentCache, padded
 from colibri_mp.kernels.layout import num_blocks
 from colibri_mp.kernels.linear import DEFAULT_PLANES, describe, row_table
 from colibri_mp.kernels.mla_stage import FRAME, MATRICES, STEP_FIELDS, TOKENS_A_PASS
@@ -39,19 +40,6 @@ MAX_PARTIALS_BYTES = 64 << 20
 
 _ITEMS_A_THREAD = 4
 _EVERYTHING = 1 << 40
-
-
-@dataclass(frozen=True, eq=False)
-class Chosen:
-    """Positions that each row of a step reads, where it is not all before it: int32 [T, most], ascending, and how many [T]."""
-
-    positions: NDArray[np.int32]
-    counts: NDArray[np.int32]
-
-    def __post_init__(self) -> None:
-        check_plain(self.positions, np.int32)
-        check_plain(self.counts, np.int32)
-        assert self.counts.shape == self.positions.shape[:1]
 
 
 class MlaStage:
@@ -77,6 +65,11 @@ class MlaStage:
         assert tables.rotary_dim == spec.rope_dim
         self.spec, self.max_tokens, self.max_context = spec, max_tokens, max_context
         self._team, self._tables, self._planes, self._kv_bits = team, tables, planes, kv_bits
+        self._indexer = (
+            None
+            if spec.indexer is None
+            else Indexer(spec.indexer, tables, max_tokens, max_context, team.num_threads, planes)
+        )
         self._sizes = _Sizes(spec, max_tokens, max_context, team.num_threads)
         self._rows = {name: _Rows(max_tokens, width) for name, width in self._sizes.widths.items()}
         self._prepared = [aligned_bytes(max_tokens * size) for size in self._sizes.prepared_bytes]
@@ -86,7 +79,7 @@ class MlaStage:
         self._tables_of_rows: dict[tuple[int, int], NDArray[np.int64]] = {}
         self._plan_record = self._make_plan_record()
         self._template = self._make_template()
-        self._planned: tuple[Batch, LatentCache, Chosen | None, tuple[int, ...]] | None = None
+        self._planned: tuple[Batch, int, Chosen | None, tuple[int, ...]] | None = None
         self._frames: dict[int, tuple[MlaWeights, NDArray[np.void], NDArray[np.int64]]] = {}
 
     @staticmethod
@@ -96,7 +89,10 @@ class MlaStage:
         rows = sum(num_blocks(width) * 64 for width in sizes.widths.values()) + sum(sizes.prepared_bytes)
         tables = 8 * (len(sizes.widths) + len(MATRICES)) + PLACE.itemsize
         fixed = sizes.scratch_bytes * num_threads + sizes.partial_bytes * sizes.num_partials
-        return max_tokens * (rows + tables) + fixed
+        indexer = (
+            0 if spec.indexer is None else Indexer.scratch_bytes(spec.indexer, max_tokens, max_context, num_threads)
+        )
+        return max_tokens * (rows + tables) + fixed + indexer
 
     def __call__(
         self,
@@ -109,8 +105,9 @@ class MlaStage:
     ) -> None:
         """x [T, D] float32, C-contiguous, 1 <= T <= max_tokens: x += attention(norm(x)) in place.
 
-        `layer_idx` counts the layers of `cache`; `chosen`: where rows read some positions only. Raises RequestError when a position is
-        not in the context or in its blocks.
+        `layer_idx` counts the layers of `cache`; `chosen`: where rows read some positions only and there is no indexer to say so. With one,
+        a layer whose weights have no indexer reads what was chosen last for this very `batch`. Raises RequestError when a position
+        is not in the context or in its blocks.
         """
         self._team.run(mla_stage.STAGE, self.frame(x, weights, cache, layer_idx, batch, chosen))
 
@@ -129,18 +126,25 @@ class MlaStage:
         check_plain(x, np.float32)
         assert 0 <= layer_idx < cache.num_layers
         frame, step = self._bound(weights)
-        step[:] = (*self._plan(batch, cache, chosen), cache.address(layer_idx), x.ctypes.data)
+        if self._indexer is not None:
+            if weights.indexer is not None:
+                frame["index"] = self._indexer.frame(weights.indexer, cache.index_keys, layer_idx, batch)
+            chosen = self._indexer.choice(batch).chosen
+        step[:] = (
+            *self._plan(batch, cache, chosen),
+            *(cache.address(layer_idx), cache.tiles.strides[1], x.ctypes.data),
+        )
         return frame
 
     def _plan(self, batch: Batch, cache: LatentCache, chosen: Chosen | None) -> tuple[int, ...]:
         """The step fields of a batch, the same for all layers; its places are left in `self._places`."""
+        shape = (cache.latent_dim, cache.rope_dim, cache.bits)
+        assert shape == (self.spec.kv_lora_rank, self.spec.rope_dim, self._kv_bits)
         known = self._planned
-        if known is None or known[0] is not batch or known[1] is not cache or known[2] is not chosen:
+        if known is None or known[0] is not batch or known[1] != cache.num_blocks or known[2] is not chosen:
             assert 1 <= batch.positions.size <= self.max_tokens
-            shape = (cache.latent_dim, cache.rope_dim, cache.bits)
-            assert shape == (self.spec.kv_lora_rank, self.spec.rope_dim, self._kv_bits)
             self._planned = None  # the places are overwritten, even should that fail
-            self._planned = known = (batch, cache, chosen, self._cut_to_places(batch, cache, chosen))
+            self._planned = known = (batch, cache.num_blocks, chosen, self._cut_to_places(batch, cache, chosen))
         return known[3]
 
     def _cut_to_places(self, batch: Batch, cache: LatentCache, chosen: Chosen | None) -> tuple[int, ...]:
@@ -238,7 +242,6 @@ class MlaStage:
         frame["rotary_half"] = spec.rope_dim // 2
         frame["eps"], frame["lora_eps"] = spec.norm_eps, spec.lora_eps
         frame["kv_bits"] = self._kv_bits
-        frame["tile_bytes"] = LATENT_CACHES[self._kv_bits].tile_bytes(spec.kv_lora_rank, spec.rope_dim)
         frame["scratch"], frame["num_scratches"] = self._scratch.ctypes.data, self._team.num_threads
         frame["places"], frame["partials"] = self._places.ctypes.data, self._partials.ctypes.data
         return frame
@@ -296,7 +299,7 @@ class _Sizes:
         largest = max(spec.hidden, spec.q_lora_rank or 0, context)
         self.prepared_bytes = (_prepared_bytes(largest), _prepared_bytes(spec.hidden))
         self._cut_queries(heads, num_threads)
-        self._lay_out(spec, max_tokens)
+        self._lay_out(spec, max_tokens, max_context, num_threads)
         num_splits = -(-max_context // SPLIT_TOKENS)
         wanted = _ITEMS_A_THREAD * num_threads * num_splits if num_threads > 1 and num_splits > 1 else 0
         self.num_partials = min(wanted, MAX_PARTIALS_BYTES // self.partial_bytes)
@@ -308,7 +311,7 @@ class _Sizes:
         self.rows_a_place = max(1, CHUNK_QUERIES // self.group_size)
         self.max_queries = -(-self.group_size * self.rows_a_place // 16) * 16
 
-    def _lay_out(self, spec: MlaSpec, max_tokens: int) -> None:
+    def _lay_out(self, spec: MlaSpec, max_tokens: int, max_context: int, num_threads: int) -> None:
         parts = -(-spec.kv_lora_rank // 16)
         self.value_parts = -(-parts // VECTORS) * VECTORS
         self.largest_offset = self.max_queries * self.value_parts * VECTOR_BYTES
@@ -324,4 +327,7 @@ class _Sizes:
         self.table_offset = -(-min(max_tokens, TOKENS_A_PASS) * self.head_row_bytes // 64) * 64
         self.row_offset = self.table_offset + 8 * TOKENS_A_PASS
         heads_bytes = self.row_offset + padded(max(spec.nope_dim, spec.rope_dim)) * 4
-        self.scratch_bytes = -(-max(core_bytes, heads_bytes, padded(spec.hidden) * 4) // 64) * 64
+        index_bytes = (
+            0 if spec.indexer is None else Indexer.thread_scratch_bytes(spec.indexer, max_context, num_threads)
+        )
+        self.scratch_bytes = -(-max(core_bytes, heads_bytes, padded(spec.hidden) * 4, index_bytes) // 64) * 64

@@ -1,15 +1,16 @@
-"""The compiled block of latent attention: its frame, and the ten phases between which the team meets.
+"""The compiled block of latent attention: its frame, and the phases between which the team meets.
 
     0  norm        rows of x -> RMS norm -> prepared rows for q_a (or q) and kv_a
     1  project     blocks of q_a (or q) and kv_a
     2  latent      rows: norm of the latent, rope key turned, both to the cache; norm of q_a's row -> prepared rows for q_b
     3  queries     blocks of q_b; none where there is no q_a
     4  absorb      heads: rope query turned, queries scaled; nope query * W_uk -> latent query
-    5  attend      chunks of queries over the cache (`mla_core`); latents take the latent queries' place
-    6  merge       only if phase 5 shared the splits of one chunk among threads
-    7  values      heads: W_uv * latent -> context
-    8  prepare     rows of the context -> prepared rows for o
-    9  output      blocks of o rows; x += the product
+    5 - 8          in layers with an indexer (DSA): which positions the rows read (`index_stage`)
+    9  attend      chunks of queries over the cache (`mla_core`); latents take the latent queries' place
+    10 merge       only if phase 9 shared the splits of one chunk among threads
+    11 values      heads: W_uv * latent -> context
+    12 prepare     rows of the context -> prepared rows for o
+    13 output      blocks of o rows; x += the product
 
 W_uk and W_uv are the halves of kv_b (arXiv 2405.04434, section 2.1.2: what is absorbed is equal in exact arithmetic), see
 `mla_weights`. Threads take scratch memory by a ticket (`stage_parts`).
@@ -19,11 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from colibri_mp.kernels import attention_core
+from colibri_mp.kernels import attention_core, index_stage
 from colibri_mp.kernels import mla_core as core
 from colibri_mp.kernels.attention_plan import PLACE, PLACE_BYTES
 from colibri_mp.kernels.attention_rows import add_row
 from colibri_mp.kernels.block import block_frame, finish_block
+from colibri_mp.kernels.index_stage import index_phases, prepare_input_row, prepare_query_row
 from colibri_mp.kernels.jit import Native, compiled, fixed
 from colibri_mp.kernels.linear import MATRIX, blocks_per_chunk, multiply_blocks, prepare_rows
 from colibri_mp.kernels.mla_rows import add_constant, dot_rows, multiply_rows, scale_row, store_latent, turn
@@ -43,7 +45,7 @@ STEP_FIELDS = (
     *("num_tokens", "positions", "sequences", "block_table", "max_blocks"),
     *("num_places", "num_items", "num_splits", "num_shared"),
     *("chosen", "num_chosen", "chosen_stride"),
-    *("kv_layer", "x"),
+    *("kv_layer", "tile_bytes", "x"),
 )
 """Fields that change from call to call, int64; they come first in FRAME. See `attention_stage`; `chosen`: see `mla_core`."""
 
@@ -60,7 +62,7 @@ _ROW_FIELDS = (
     *("q_a_xs", "kv_a_xs", "q_xs", "o_xs"),
 )
 _CORE_FIELDS = (
-    *("places", "kv_bits", "tile_bytes", "value_parts", "max_queries", "largest_offset"),
+    *("places", "kv_bits", "value_parts", "max_queries", "largest_offset"),
     *("scores_offset", "keys_offset", "rows_offset", "partial_offset", "merged_offset", "factors_offset"),
     *("table_offset", "row_offset"),
     *("scratch", "scratch_bytes", "num_scratches", "partials", "partial_bytes"),
@@ -73,6 +75,7 @@ FRAME = np.dtype(
         *[(f"{name}_matrix", MATRIX) for name in MATRICES],
         *[(name, np.int64) for name in (*_SHAPE_FIELDS, *_VECTOR_FIELDS, *_ROW_FIELDS, *_CORE_FIELDS)],
         *[(name, np.float64) for name in ("eps", "lora_eps", "scale")],
+        ("index", index_stage.FRAME),
     ]
 )
 """What a call of the stage knows; 0 where an address is of something that is not there. `q_lora` 0: no q_a, `q_matrix` takes h."""
@@ -80,10 +83,8 @@ FRAME = np.dtype(
 TOKENS_A_PASS = 64
 """Tokens that go through a head's matrix together."""
 
-NUM_PHASES = 10
-_NORM, _PROJECT, _LATENT, _QUERIES, _ABSORB, _ATTEND, _MERGE, _VALUES, _PREPARE, _OUTPUT, _FINISH = (
-    fixed(phase) for phase in range(NUM_PHASES + 1)
-)
+_NORM, _PROJECT, _LATENT, _QUERIES, _ABSORB, _INDEX = (fixed(phase) for phase in range(6))
+_ATTEND, _MERGE, _VALUES, _PREPARE, _OUTPUT, _FINISH = (fixed(5 + index_stage.NUM_PHASES + phase) for phase in range(6))
 
 
 @compiled
@@ -99,6 +100,7 @@ def _norm_phase(job: Any, control: int, tag: int, scratch: int) -> bool:
                 prepare_row(job.q_matrix, scratch, job.q_prepared, t)
             if job.kv_a_prepared not in (job.q_a_prepared, job.q_prepared):
                 prepare_row(job.kv_a_matrix, scratch, job.kv_a_prepared, t)
+            prepare_input_row(job.index, scratch, t)
         done(control, _NORM)
         chunk = take(control, tag, _NORM, num_chunks)
     return barrier(control, tag, _NORM, num_chunks)
@@ -135,6 +137,7 @@ def _latent_phase(job: Any, control: int, tag: int, scratch: int) -> bool:
                 row = job.q_a + t * job.q_a_stride
                 rms_norm_row(row, job.q_a_norm, row, job.q_lora, np.float32(job.lora_eps))
                 prepare_row(job.q_matrix, row, job.q_prepared, t)
+                prepare_query_row(job.index, row, t)
         done(control, _LATENT)
         chunk = take(control, tag, _LATENT, num_chunks)
     return barrier(control, tag, _LATENT, num_chunks)
@@ -319,13 +322,15 @@ def _output_phase(job: Any, control: int, tag: int) -> bool:
 
 @compiled
 def mla_phases(job: Any, control: int, tag: int) -> bool:
-    """All of it, `NUM_PHASES` phases. False: the job is over, leave."""
+    """All of it. False: the job is over, leave."""
     scratch = take_scratch(job, control, tag)
     if not (_norm_phase(job, control, tag, scratch) and _project_phase(job, control, tag)):
         return False
     if not (_latent_phase(job, control, tag, scratch) and _queries_phase(job, control, tag)):
         return False
-    if not (_absorb_phase(job, control, tag, scratch) and _attend_phase(job, control, tag, scratch)):
+    if not (_absorb_phase(job, control, tag, scratch) and index_phases(job.index, control, tag, _INDEX, scratch)):
+        return False
+    if not _attend_phase(job, control, tag, scratch):
         return False
     if not (_merge_phase(job, control, tag, scratch) and _values_phase(job, control, tag, scratch)):
         return False

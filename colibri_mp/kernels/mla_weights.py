@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from colibri_mp.formats import AFFINE_GROUP_SIZES, TILE, Encoding, Format
 from colibri_mp.kernels.attention_inputs import check_plain
+from colibri_mp.kernels.indexer import IndexerWeights
 from colibri_mp.kernels.latent_cache import padded
 from colibri_mp.kernels.layout import BLOCK_ROWS, PackedMatrix, gather_rows, pack, packed_bytes
 from colibri_mp.kernels.reference import E4M3, E8M0, FP4, elements
@@ -41,6 +42,7 @@ class MlaWeights:
 
     norm [D]; q_a [q_lora, D] with q_a_norm [q_lora], or None; q [heads * (nope + rope), q_lora or D]; kv_a [L + rope, D];
     kv_a_norm [L]; uk, uv: see the module docstring; uk_scales, uk_biases [heads, groups, nope] where kv_b has such; o [D, heads * v].
+    `indexer`: of layers that have one of their own.
     """
 
     norm: F32Array
@@ -54,6 +56,7 @@ class MlaWeights:
     o: PackedMatrix
     uk_scales: F32Array | None = None
     uk_biases: F32Array | None = None
+    indexer: IndexerWeights | None = None
 
     @property
     def num_scales(self) -> int:
@@ -81,6 +84,9 @@ class MlaWeights:
             widths["uk_scales"] = self.uk_scales.size
         if self.uk_biases is not None:
             widths["uk_biases"] = heads * self.num_scales * spec.nope_dim
+        if self.indexer is not None:
+            assert spec.indexer is not None
+            self.indexer.check(spec.indexer)
         for name, width in widths.items():
             assert getattr(self, name).size == width, f"{name} must have {width} elements"
             check_plain(getattr(self, name), np.float32)

@@ -6,9 +6,8 @@ Sums are float64, so that this is the better of the two; everything that is stor
 import numpy as np
 from numpy.typing import NDArray
 
-from colibri_mp.kernels.attention_inputs import Batch
+from colibri_mp.kernels.attention_inputs import Batch, Chosen
 from colibri_mp.kernels.latent_cache import LatentCache
-from colibri_mp.kernels.mla import Chosen
 from colibri_mp.kernels.mla_weights import MlaWeights
 from colibri_mp.kernels.reference_attention import linear, rms_norm, softmax
 from colibri_mp.kernels.rope import RopeTables

@@ -78,6 +78,11 @@ class MixerKind(ABC):
         """What layers that share a stage have in common: the spec without what the weights of a layer say themselves."""
         return spec
 
+    def continues(self, spec: Any) -> bool:
+        """Whether a layer uses what the one before it has left for the same rows: between the two they stay as they are."""
+        del spec
+        return False
+
     @abstractmethod
     def cache_shape(self, spec: Any, kv_bits: int) -> CacheShape | None:
         """The paged cache that a layer needs, or None."""

@@ -21,6 +21,11 @@ def kind_of(layer: LayerSpec) -> MixerKind:
     return KINDS[type(layer.attention)]
 
 
+def continues(layer: LayerSpec) -> bool:
+    """Whether a layer needs the rows of the layer before it to be the same."""
+    return kind_of(layer).continues(layer.attention)
+
+
 def by_stage(model: ModelSpec) -> dict[Any, list[int]]:
     """Layers by the spec of the stage that they share."""
     groups: defaultdict[Any, list[int]] = defaultdict(list)

@@ -1,9 +1,13 @@
-"""Multi-head latent attention as a kind of mixer: `kernels.mla` on a cache of latents and rope keys."""
+"""Multi-head latent attention as a kind of mixer: `kernels.mla` on a cache of latents and rope keys.
+
+With an indexer (DSA) its keys are in the cache too; layers without one of their own have a cache without.
+"""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from colibri_mp.formats import Encoding
+from colibri_mp.kernels.indexer import IndexerWeights
 from colibri_mp.kernels.latent_cache import LATENT_CACHES, LatentCache
 from colibri_mp.kernels.layout import BLOCK_ROWS, packed_bytes
 from colibri_mp.kernels.mla import MlaStage
@@ -11,25 +15,27 @@ from colibri_mp.kernels.mla_weights import Absorbed, MlaWeights, absorb, pad_val
 from colibri_mp.kernels.rope import RopeTables
 from colibri_mp.kernels.team import ThreadTeam
 from colibri_mp.mixers.kind import MixerKind, StageLimits, WeightReader
-from colibri_mp.models.structure import MlaTensors
+from colibri_mp.models.structure import IndexerTensors, MlaTensors
 from colibri_mp.specs import MlaSpec
 
 
 @dataclass(frozen=True)
 class LatentShape:
-    """A latent and a rope key for each position."""
+    """A latent and a rope key for each position, and a key of the indexer if `index_dim` is not 0."""
 
     latent_dim: int
     rope_dim: int
+    index_dim: int
     bits: int
 
     def nbytes(self, num_layers: int, num_blocks: int) -> int:
         """Bytes of a cache of this shape."""
-        return num_layers * num_blocks * LATENT_CACHES[self.bits].tile_bytes(self.latent_dim, self.rope_dim)
+        tile_bytes = LATENT_CACHES[self.bits].tile_bytes(self.latent_dim, self.rope_dim, self.index_dim)
+        return num_layers * num_blocks * tile_bytes
 
     def make(self, num_layers: int, num_blocks: int) -> LatentCache:
         """A cache."""
-        return LATENT_CACHES[self.bits](num_layers, num_blocks, self.latent_dim, self.rope_dim)
+        return LATENT_CACHES[self.bits](num_layers, num_blocks, self.latent_dim, self.rope_dim, self.index_dim)
 
 
 class Mla(MixerKind):
@@ -37,9 +43,18 @@ class Mla(MixerKind):
 
     block = "latent attention"
 
+    def stage_spec(self, spec: MlaSpec) -> MlaSpec:
+        """Layers that share a choice of positions have the stage that made it."""
+        return replace(spec, shares_choice=False)
+
+    def continues(self, spec: MlaSpec) -> bool:
+        """A choice belongs to the rows of one step."""
+        return spec.shares_choice
+
     def cache_shape(self, spec: MlaSpec, kv_bits: int) -> LatentShape:
         """All heads read the same."""
-        return LatentShape(spec.kv_lora_rank, spec.rope_dim, kv_bits)
+        index_dim = 0 if spec.indexer is None or spec.shares_choice else spec.indexer.head_dim
+        return LatentShape(spec.kv_lora_rank, spec.rope_dim, index_dim, kv_bits)
 
     def make_stage(self, team: ThreadTeam, spec: MlaSpec, tables: RopeTables, limits: StageLimits) -> MlaStage:
         """The stage for these layers."""
@@ -86,5 +101,14 @@ class Mla(MixerKind):
             kv_a=reader.matrix(tensors.kv_a),
             kv_a_norm=kv_a_norm,
             o=reader.matrix(tensors.o),
+            indexer=None if tensors.indexer is None else _load_indexer(reader, tensors.indexer),
             **parts,
         )
+
+
+def _load_indexer(reader: WeightReader, tensors: IndexerTensors) -> IndexerWeights:
+    k_norm, k_bias = reader.vector(tensors.k_norm), reader.vector(tensors.k_bias)
+    assert k_norm is not None
+    assert k_bias is not None
+    q, k, gates = (reader.matrix(matrix) for matrix in (tensors.q, tensors.k, tensors.gates))
+    return IndexerWeights(q, k, gates, k_norm, k_bias)

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _FAMILIES = (
-    *("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe"),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe", "glm_moe_dsa", "gpt_oss", "mixtral", "olmoe"),
     *("qwen2_moe", "qwen3_5_moe", "qwen3_moe", "qwen3_next"),
 )
 _SAME_AS = {"kimi_k2": "deepseek_v3", "qwen3_5_moe_text": "qwen3_5_moe"}

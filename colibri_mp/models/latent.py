@@ -3,6 +3,8 @@
 Reference: transformers/models/deepseek_v3/modeling_deepseek_v3.py.
 """
 
+from typing import Any
+
 from colibri_mp.checkpoint.matrices import Piece, Shape, StoredMatrix, TensorTable
 from colibri_mp.models.config import ConfigReader, read_rope
 from colibri_mp.models.decoder import DecoderConfig, decoder_with, find_norm
@@ -41,7 +43,9 @@ def find_latent_attention(table: TensorTable, layer_path: str, spec: MlaSpec) ->
     kv_rows = Shape((spec.kv_lora_rank + spec.rope_dim, spec.hidden), "kv_lora_rank + qk_rope_head_dim, hidden_size")
     o_rows = Shape((spec.hidden, spec.num_heads * spec.v_dim), "hidden_size, num_attention_heads * v_head_dim")
     if rank is None:
-        q = {"q": table.matrix(f"{path}.q_proj", Shape((spec.q_width, spec.hidden), f"{q_rows}, hidden_size"))}
+        q: dict[str, Any] = {
+            "q": table.matrix(f"{path}.q_proj", Shape((spec.q_width, spec.hidden), f"{q_rows}, hidden_size"))
+        }
         q_norm = None
     else:
         q = {
@@ -60,7 +64,7 @@ def find_latent_attention(table: TensorTable, layer_path: str, spec: MlaSpec) ->
     )
 
 
-def _find_kv_b(table: TensorTable, path: str, spec: MlaSpec) -> dict[str, StoredMatrix]:
+def _find_kv_b(table: TensorTable, path: str, spec: MlaSpec) -> dict[str, Any]:
     """As published, or its halves as MLX keeps them."""
     if f"{path}.embed_q.weight" in table:
         heads, latent = spec.num_heads, spec.kv_lora_rank

@@ -46,6 +46,27 @@ class AttentionTensors:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerTensors:
+    """Of sparse attention's indexer: q [heads * head_dim, query_rank], k [head_dim, D], gates [heads, D]; k_norm and k_bias [head_dim]."""
+
+    q: StoredMatrix
+    k: StoredMatrix
+    gates: StoredMatrix
+    k_norm: TensorInfo
+    k_bias: TensorInfo
+
+    @property
+    def matrices(self) -> Iterator[StoredMatrix]:
+        """All projections."""
+        yield from (self.q, self.k, self.gates)
+
+    @property
+    def vectors(self) -> Iterator[TensorInfo]:
+        """The layer norm of the keys."""
+        yield from (self.k_norm, self.k_bias)
+
+
+@dataclass(frozen=True, slots=True)
 class MlaTensors:
     """`norm` [D] comes first; q_a [q_lora, D] and q_a_norm if there is a query rank; q, kv_a, kv_a_norm, o as `MlaSpec` says.
 
@@ -62,17 +83,22 @@ class MlaTensors:
     kv_b: StoredMatrix | None = None
     embed_q: StoredMatrix | None = None
     unembed: StoredMatrix | None = None
+    indexer: IndexerTensors | None = None
 
     @property
     def matrices(self) -> Iterator[StoredMatrix]:
         """All projections."""
         found = (self.q_a, self.q, self.kv_a, self.kv_b, self.embed_q, self.unembed, self.o)
         yield from (matrix for matrix in found if matrix is not None)
+        if self.indexer is not None:
+            yield from self.indexer.matrices
 
     @property
     def vectors(self) -> Iterator[TensorInfo]:
         """All norms."""
         yield from (info for info in (self.norm, self.q_a_norm, self.kv_a_norm) if info is not None)
+        if self.indexer is not None:
+            yield from self.indexer.vectors
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from colibri_mp.checkpoint import Checkpoint, ExpertLayer, StoredMatrix, TensorI
 from colibri_mp.checkpoint.source import to_float32
 from colibri_mp.formats import Encoding
 from colibri_mp.models import DenseSpec, LayerSpec, ModelSpec, MoeSpec, RopeSpec, load_model
-from colibri_mp.models.structure import DeltaNetTensors, MlaTensors
-from colibri_mp.specs import QK_EPS, ClampedSwiGLU, DeltaNetSpec, MlaSpec
+from colibri_mp.models.structure import DeltaNetTensors, IndexerTensors, MlaTensors
+from colibri_mp.specs import QK_EPS, ClampedSwiGLU, DeltaNetSpec, IndexerSpec, MlaSpec
 
 Floats = NDArray[np.float64]
 Bytes = NDArray[np.uint8]
@@ -94,6 +94,7 @@ class PlainModel:
 
     refused = -np.inf
     unit_eps = QK_EPS
+    read: NDArray[np.bool_]  # what the last layer with an indexer has chosen
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -217,10 +218,10 @@ class PlainModel:
         """The addend of latent attention to x [T, D], with keys and values unfolded as they were before they were projected down."""
         spec, tensors = layer.attention, layer.tensors
         x = self.norm(x, tensors.norm)
-        q = x
+        q_source = x
         if tensors.q_a is not None:
-            q = self.norm(x @ self.matrix(tensors.q_a).T, tensors.q_a_norm, spec.lora_eps)
-        q = (q @ self.matrix(tensors.q).T).reshape(len(x), spec.num_heads, -1)
+            q_source = self.norm(x @ self.matrix(tensors.q_a).T, tensors.q_a_norm, spec.lora_eps)
+        q = (q_source @ self.matrix(tensors.q).T).reshape(len(x), spec.num_heads, -1)
         q_nope, q_rope = np.split(q, [spec.nope_dim], axis=-1)
         latent, k_rope = np.split(x @ self.matrix(tensors.kv_a).T, [spec.kv_lora_rank], axis=-1)
         latent, k_rope = self.norm(latent, tensors.kv_a_norm, spec.lora_eps), self.rope_key(spec, k_rope)
@@ -229,9 +230,43 @@ class PlainModel:
         scores += np.einsum(
             "thd,sd->hts", self.rotate_pairs(spec, q_rope), self.rotate_pairs(spec, k_rope[:, None])[:, 0]
         )
-        scores[:, np.arange(len(x))[:, None] < np.arange(len(x))] = -np.inf
+        if spec.indexer is not None and tensors.indexer is not None:
+            self.read = self.read_positions(spec.indexer, tensors.indexer, x, q_source)
+        visible = np.arange(len(x))[:, None] >= np.arange(len(x))
+        scores[:, ~(visible if spec.indexer is None else visible & self.read)] = -np.inf
         mixed = np.einsum("hts,sl,hvl->thv", softmax(scores * spec.scale), latent, unfold_v, optimize=True)
         return mixed.reshape(len(x), -1) @ self.matrix(tensors.o).T
+
+    def read_positions(
+        self, spec: IndexerSpec, tensors: IndexerTensors, x: Floats, q_source: Floats
+    ) -> NDArray[np.bool_]:
+        """Which positions each row reads [T, T]: those with the largest scores of the indexer, of equal ones the first."""
+        q = (q_source @ self.matrix(tensors.q).T).reshape(len(x), spec.num_heads, -1)
+        k = self.layer_norm(x @ self.matrix(tensors.k).T, tensors, spec.norm_eps)
+        q, k = self.turn_index(spec, q), self.turn_index(spec, k[:, None])[:, 0]
+        gates = x @ self.matrix(tensors.gates).T
+        scores = np.einsum("th,ths->ts", gates, self.index_activation(np.einsum("thd,sd->ths", q, k)))
+        scores[np.arange(len(x))[:, None] < np.arange(len(x))] = -np.inf
+        read = np.zeros(scores.shape, bool)
+        np.put_along_axis(read, np.argsort(-scores, axis=1, kind="stable")[:, : spec.top_k], True, axis=1)
+        return read
+
+    def layer_norm(self, keys: Floats, tensors: IndexerTensors, eps: float) -> Floats:
+        """Of the indexer's keys [T, head_dim]."""
+        centred = keys - keys.mean(axis=-1, keepdims=True)
+        normed = centred / np.sqrt((centred * centred).mean(axis=-1, keepdims=True) + eps)
+        return normed * self.vector(tensors.k_norm) + self.vector(tensors.k_bias)
+
+    def turn_index(self, spec: IndexerSpec, heads: Floats) -> Floats:
+        """Rotary embedding of the first elements of [T, heads, head_dim]."""
+        turned, rest = np.split(heads, [spec.rotary_dim], axis=-1)
+        if spec.interleaved:
+            turned = np.concatenate([turned[..., 0::2], turned[..., 1::2]], axis=-1)
+        return np.concatenate([self.rotate(turned), rest], axis=-1)
+
+    def index_activation(self, products: Floats) -> Floats:
+        """Of the products of a head's query and a key."""
+        return np.maximum(products, 0)
 
     def rope_key(self, spec: MlaSpec, key: Floats) -> Floats:
         """What becomes of the key that turns, [T, rope], before it turns: nothing."""

@@ -18,8 +18,8 @@ from colibri_mp.checkpoint import Checkpoint, TensorInfo
 from colibri_mp.checkpoint.source import to_float32
 from colibri_mp.formats import Encoding
 from colibri_mp.models import AttentionSpec, AttentionTensors, LayerSpec, ModelSpec, MoeSpec
-from colibri_mp.models.structure import MlaTensors
-from colibri_mp.specs import ClampedSwiGLU, MlaSpec
+from colibri_mp.models.structure import IndexerTensors, MlaTensors
+from colibri_mp.specs import ClampedSwiGLU, IndexerSpec, MlaSpec
 
 GOLDEN = Path(__file__).parent
 
@@ -225,6 +225,112 @@ class GroupsByTheirSingleBest(PlainModel):
 
     def group_scores(self, spec: MoeSpec, groups: Floats) -> Floats:
         return groups.max(axis=-1)
+
+
+class IndexerWithTheModelsEps(Changed):
+    """The layer norm of the indexer's keys has rms_norm_eps."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        return with_indexer(model, norm_eps=model.norm_eps)
+
+
+class IndexerPairsAreHalves(Changed):
+    """The indexer's rotary pairs are halves, as in DeepSeek-V3.2."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        return with_indexer(model, interleaved=False)
+
+
+class OneMorePosition(Changed):
+    """A row reads one position more than index_topk."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        return with_indexer(model, top_k=model.layers[0].attention.indexer.top_k + 1)
+
+
+class ReadsEverything(PlainModel):
+    """The indexer is forgotten."""
+
+    def read_positions(
+        self, spec: IndexerSpec, tensors: IndexerTensors, x: Floats, q_source: Floats
+    ) -> NDArray[np.bool_]:
+        del spec, tensors, q_source
+        return np.ones((len(x), len(x)), bool)
+
+
+class EveryLayerKeepsTheFirstChoice(PlainModel):
+    """Layers with an indexer of their own take the first layer's choice too."""
+
+    def read_positions(
+        self, spec: IndexerSpec, tensors: IndexerTensors, x: Floats, q_source: Floats
+    ) -> NDArray[np.bool_]:
+        return self.read if hasattr(self, "read") else super().read_positions(spec, tensors, x, q_source)
+
+
+class SharedLayersTakeTheFirstChoice(PlainModel):
+    """Layers without an indexer take the choice of the first layer, not of the last one that chose."""
+
+    def latent(self, layer: LayerSpec, x: Floats) -> Floats:
+        if layer.tensors.indexer is None:
+            self.read = self.first
+        result = super().latent(layer, x)
+        self.first = getattr(self, "first", self.read)
+        return result
+
+
+class SharedLayersReadEverything(PlainModel):
+    """Layers without an indexer read all positions."""
+
+    def latent(self, layer: LayerSpec, x: Floats) -> Floats:
+        return super().latent(
+            replace(
+                layer, attention=replace(layer.attention, indexer=layer.tensors.indexer and layer.attention.indexer)
+            ),
+            x,
+        )
+
+
+class NoKeyNorm(PlainModel):
+    """The keys of the indexer are not normed."""
+
+    def layer_norm(self, keys: Floats, tensors: IndexerTensors, eps: float) -> Floats:
+        del tensors, eps
+        return keys
+
+
+class KeysWithoutBias(PlainModel):
+    """The bias of the layer norm is forgotten."""
+
+    def layer_norm(self, keys: Floats, tensors: IndexerTensors, eps: float) -> Floats:
+        return super().layer_norm(keys, tensors, eps) - self.vector(tensors.k_bias)
+
+
+class IndexerDoesNotTurn(PlainModel):
+    """The indexer knows no positions."""
+
+    def turn_index(self, spec: IndexerSpec, heads: Floats) -> Floats:
+        del spec
+        return heads
+
+
+class LastElementsTurn(PlainModel):
+    """The last elements of the indexer's heads turn instead of the first."""
+
+    def turn_index(self, spec: IndexerSpec, heads: Floats) -> Floats:
+        return np.roll(super().turn_index(spec, np.roll(heads, spec.rotary_dim, axis=-1)), -spec.rotary_dim, axis=-1)
+
+
+class NegativeProductsCount(PlainModel):
+    """The indexer's products are summed up without relu."""
+
+    def index_activation(self, products: Floats) -> Floats:
+        return products
+
+
+def with_indexer(model: ModelSpec, **changes: Any) -> ModelSpec:
+    """Changes to the indexer."""
+    spec = replace(model.layers[0].attention.indexer, **changes)
+    return with_latent(model, indexer=spec)
 
 
 class NoScaling(PlainModel):
@@ -521,6 +627,14 @@ MISTAKES: dict[str, tuple[type[PlainModel], ...]] = {
         *(NormEps, LoraNormsWithTheModelsEps, NormedRopeKey, PairsAreHalves, NoScoreFactor, ScaledByTheNopePart),
         *(PlainFrequencies, KeysOfAllHeadsFirst, RefusedAreZero, GroupsByTheirBest, GroupsByTheirSingleBest),
         *(BiasedWeights, ChoiceWithoutCorrection, NoScaling, ScaledShared, NoShared, Renormalised),
+    ),
+    "glm_moe_dsa": (
+        *(LoraNormsWithTheModelsEps, NormedRopeKey, PairsAreHalves, BiasedWeights, NoScaling, NoShared),
+        *(IndexerWithTheModelsEps, IndexerPairsAreHalves, OneMorePosition, ReadsEverything, NoKeyNorm, KeysWithoutBias),
+        *(IndexerDoesNotTurn, LastElementsTurn, NegativeProductsCount, EveryLayerKeepsTheFirstChoice),
+    ),
+    "glm_moe_dsa_shared": (
+        *(SharedLayersTakeTheFirstChoice, SharedLayersReadEverything, EveryLayerKeepsTheFirstChoice, ReadsEverything),
     ),
     "deepseek_v2": (
         *(NormEps, LoraNormsWithTheModelsEps, NormedRopeKey, PairsAreHalves, NoScoreFactor, NoYarnScaling),

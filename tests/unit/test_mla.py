@@ -9,9 +9,10 @@ from mla_cases import BF16, F32, MAX_TOKENS, Q4, Q8, LatentBlock, batch_of, make
 from colibri_mp.errors import CheckpointError, RequestError
 from colibri_mp.formats import Encoding
 from colibri_mp.kernels import reference_mla
+from colibri_mp.kernels.attention_inputs import Chosen
 from colibri_mp.kernels.latent_cache import LATENT_CACHES, LatentCache, LatentCache8
 from colibri_mp.kernels.layout import gather_rows
-from colibri_mp.kernels.mla import Chosen, MlaStage
+from colibri_mp.kernels.mla import MlaStage
 from colibri_mp.kernels.mla_weights import Absorbed
 from colibri_mp.kernels.team import ThreadTeam
 from colibri_mp.specs import MlaSpec
