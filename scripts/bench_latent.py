@@ -1,8 +1,8 @@
 """Decode of one layer of latent attention as DeepSeek-V3 has it: `python scripts/bench_latent.py [--threads 1 2] [--contexts 1 512 4096]`.
 
-Hidden 7168, 128 heads, query rank 1536, latents of 512, 128 + 64 of a head, values of 128, matrices in 4 bits. For each context: the time of
-a step of one token, the bytes of the weights and of what is cached for its positions, the time of a plain read of as many bytes on as
-many threads, and the ratio of the two; then what is left of the time beyond a context of one, as products a second of scores and sums.
+Hidden 7168, 128 heads, query rank 1536, latents of 512, 128 + 64 of a head, values of 128, all matrices in 4 bits. For each context: the
+time of a step of one token, the bytes of the weights and of what is cached for its positions, the time of a plain read of as many bytes
+on as many threads, and the ratio of the two; then the time beyond a context of one, as products a second of scores and sums.
 
 Times are medians over the repetitions. The last line of the output is all of it as JSON.
 """
