@@ -42,6 +42,16 @@ def random_predictor(tensors: Tensors, layer: int) -> None:
     set_values(tensors, f"{path}.eh_proj.weight", rng.normal(0.0, 0.1, (hidden, 2 * hidden)).astype(np.float32))
 
 
+def random_mtp(tensors: Tensors, layer: int) -> None:
+    """As `random_predictor`, named as Qwen3-Next has it: the layer below `mtp.layers.0`, norms that are used as 1 + w."""
+    old, rng, hidden = f"model.layers.{layer}.", np.random.default_rng(3), tensors["model.norm.weight"][1][0]
+    for name in [name for name in tensors if name.startswith(old)]:
+        tensors[name.replace(old, "mtp.layers.0.")] = tensors.pop(name)
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        set_values(tensors, f"mtp.{name}.weight", rng.normal(0.0, 0.1, hidden).astype(np.float32))
+    set_values(tensors, "mtp.fc.weight", rng.normal(0.0, 0.1, (hidden, 2 * hidden)).astype(np.float32))
+
+
 def perfect_predictor(tensors: Tensors, layer: int) -> None:
     """No layer adds anything, so the next token follows from the last one alone; the predictor knows that token: it is always right."""
     for name, (dtype, shape, data) in tensors.items():
