@@ -97,6 +97,7 @@ class Coordinator:
         self._uncounted: deque[tuple[int, StepCounters]] = deque()
         self._counting = threading.Lock()
         self._may_drop = model.router.top_p < 1
+        self._continuing = frozenset(i for i, layer in enumerate(model.layers) if kinds.continues(layer))
         self.predicting = (
             Predicting(backend, self.compute_predictor, plan.prefill_chunk, self.max_logit_rows)
             if model.uses_predictor
@@ -178,7 +179,7 @@ class Coordinator:
         for layer_idx, layer in enumerate(self.model.layers[: self.model.depth]):
             if self._should_stop():
                 raise Stopping
-            if (left := look()) is not None:
+            if (left := self._look(look, layer_idx)) is not None:
                 if not left:
                     return np.empty((0, self.vocab_size), np.float32)
                 x, rows, batch = x[rows_in(left, rows)], left, make_batch(left)
@@ -198,6 +199,10 @@ class Coordinator:
         self.trace.end_step(clock.step_s)
         self.tiers.end_step(clock.step_s, len(x))
         return logits
+
+    def _look(self, look: Look, layer_idx: int) -> list[Rows] | None:
+        """What `look` says before a layer; not where that layer goes on with what the last one has left for these very rows."""
+        return None if layer_idx in self._continuing else look()
 
     def _advance(self, step: int, x: Floats, layer: LayerSpec, layer_idx: int, batch: Batch) -> None:
         """One layer: x += mixer(norm(x)), x += mlp(norm(x)), in place."""

@@ -4,6 +4,7 @@ Each matrix is read, packed and its stored bytes dropped before the next one, so
 on top of the packed sum that the plan states.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +121,10 @@ class _Loader:
             nbytes = packed_bytes(stored.encoding.format, stored.rows, stored.cols)
             self._pack(stored, slab[offset : offset + nbytes])
         return slab
+
+    def parts(self, stored: StoredMatrix) -> Sequence[Bytes]:
+        """A matrix as stored."""
+        return self._checkpoint.read_parts(stored)
 
     def vector(self, info: TensorInfo | None) -> Floats | None:
         """A vector as float32; None where there is none."""

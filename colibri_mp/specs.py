@@ -137,11 +137,97 @@ class DeltaNetSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerSpec:
+    """The indexer of sparse attention (DSA): which `top_k` positions a row's attention reads, once it sees more than so many.
+
+    `num_heads` queries of `head_dim` are made from the `query_rank` numbers that the attention's queries are made from too, one key from
+    the layer's normed input. The key is layer-normed (`norm_eps`), the first `rotary_dim` elements of both turn: pairs are
+    neighbours if `interleaved` (GLM-5), else halves (DeepSeek-V3.2).
+    """
+
+    hidden: int
+    query_rank: int
+    num_heads: int
+    head_dim: int
+    rotary_dim: int
+    top_k: int
+    interleaved: bool = True
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if min(self.hidden, self.query_rank, self.num_heads, self.top_k) <= 0:
+            raise CheckpointError(
+                f"an indexer of width {self.hidden} with {self.num_heads} heads from {self.query_rank} numbers that chooses "
+                f"{self.top_k} positions is impossible"
+            )
+        if not 0 < self.head_dim <= MAX_HEAD_DIM or self.head_dim % 2:
+            raise CheckpointError(
+                f"head_dim of an indexer must be even and at most {MAX_HEAD_DIM}, not {self.head_dim}"
+            )
+        if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
+            raise CheckpointError(
+                f"{self.rotary_dim} of the {self.head_dim} elements of an indexer's heads turn: must be even and no more than all"
+            )
+
+    @property
+    def q_width(self) -> int:
+        """Elements of all queries of a token."""
+        return self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class MlaSpec:
+    """Shape and rules of one block of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    c = norm(first `kv_lora_rank` of kv_a h), k_rope = rope(the rest); q = q_b norm(q_a h), without `q_lora_rank` q h. Of a head's
+    query `nope_dim` elements meet keys made of c, `rope_dim` elements turn and meet k_rope. `lora_eps`: of the norms of q_a and kv_a.
+    `scale` multiplies the scores, yarn's factor included. `interleaved`: rotary pairs are neighbours, else halves.
+    `indexer`: chooses the positions that a row reads; a layer that `shares_choice` has none of its own and takes what the last layer
+    before it that has one has chosen in the same step.
+    """
+
+    hidden: int
+    num_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    scale: float
+    norm_eps: float
+    lora_eps: float = 1e-6
+    interleaved: bool = True
+    indexer: IndexerSpec | None = None
+    shares_choice: bool = False
+
+    def __post_init__(self) -> None:
+        if self.indexer is not None and self.q_lora_rank != self.indexer.query_rank:
+            raise CheckpointError(
+                f"an indexer takes its queries from {self.indexer.query_rank} numbers, q_lora_rank is {self.q_lora_rank}"
+            )
+        sizes = (self.hidden, self.num_heads, self.kv_lora_rank, self.nope_dim, self.rope_dim, self.v_dim)
+        if min(sizes) <= 0 or (self.q_lora_rank is not None and self.q_lora_rank <= 0):
+            raise CheckpointError(
+                f"latent attention with sizes {sizes} and a query rank of {self.q_lora_rank} is impossible"
+            )
+        if self.kv_lora_rank % 16 or self.rope_dim % 2:
+            raise CheckpointError(
+                f"kv_lora_rank must be a multiple of 16, not {self.kv_lora_rank}, and qk_rope_head_dim even, not {self.rope_dim}"
+            )
+
+    @property
+    def q_width(self) -> int:
+        """Elements of all query heads of a token."""
+        return self.num_heads * (self.nope_dim + self.rope_dim)
+
+
+@dataclass(frozen=True, slots=True)
 class RouterSpec:
     """Scores over all experts, the `top_k` largest, their weights divided by their sum iff `norm_topk_prob`, times `scaling`.
 
     `scoring` "sigmoid" (DeepSeek's noaux_tc): a correction is added to the scores for the choice only. The experts are in `num_groups`
-    groups; those of the `kept_groups` with the largest sums of two corrected scores can be chosen, the others cannot.
+    groups; those of the `kept_groups` with the largest sums of two corrected scores can be chosen, the others cannot. With "softmax"
+    (DeepSeek-V2's group_limited_greedy) it is the groups with the largest single scores.
     A bias of the logits, and the correction, are weights of a layer and not known here.
     `top_p` below 1 is lossy and the user's choice, never a checkpoint's: of the top_k only the largest are kept until their sum
     reaches that share of the sum of all top_k; the others are dropped before the division.
@@ -176,7 +262,7 @@ class RouterSpec:
     def _check_groups(self) -> None:
         if self.num_groups == self.kept_groups == 1:
             return
-        if self.scoring != "sigmoid" or not 0 < self.kept_groups <= self.num_groups:
+        if not 0 < self.kept_groups <= self.num_groups:
             raise CheckpointError(
                 f"a router with {self.scoring} scores and {self.kept_groups} of {self.num_groups} groups"
             )

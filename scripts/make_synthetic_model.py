@@ -4,11 +4,13 @@
     scripts/make_synthetic_model.py OUT                      OLMoE-shaped, 4 bit in groups of 64, 3.8 GB
     scripts/make_synthetic_model.py OUT --family qwen3_moe --hidden 1024 --kv-heads 4 --shards 4
     scripts/make_synthetic_model.py OUT --dtype bf16         unquantised, one tensor an expert
+    scripts/make_synthetic_model.py OUT --preset glm-5.2 --container      7 of GLM-5.2's 78 layers, 3 of them dense; 25 GB
 
 Quantised checkpoints are as mlx_lm writes them (stacked experts, 8-bit router, header not padded). The same arguments give
 the same bytes for each tensor, in however many shards. Weights are random codes, scaled by the rule of thumb
 1/sqrt(columns) so that activations stay finite, logits spread, and routing is near uniform (the busiest of 64 experts gets
-twice the mean). Memory use is constant; the folder appears under its name only when it is complete.
+twice the mean). Memory use is constant; the folder appears under its name only when it is complete. `--container` writes what
+`colibri-cluster convert` would make of a checkpoint, without room for the checkpoint itself (`synthetic_container`).
 """
 
 import argparse
@@ -21,7 +23,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,6 +32,41 @@ import numpy.typing as npt
 
 CHUNK_BYTES = 256 << 10  # fits a core's second-level cache; 4 MiB takes twice as long
 ROUTER_BITS, ROUTER_GROUP_SIZE = 8, 64
+ARCHITECTURES = {
+    "olmoe": "OlmoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+}
+MLA_FAMILIES = ("glm_moe_dsa",)
+MLA_SIZES = {
+    "q_rank": (2048, "q_lora_rank"),
+    "kv_rank": (512, "kv_lora_rank"),
+    "nope_dim": (192, "qk_nope_head_dim"),
+    "rope_dim": (64, "qk_rope_head_dim"),
+    "v_dim": (256, "v_head_dim"),
+    "index_heads": (32, "index_n_heads"),
+    "index_dim": (128, "index_head_dim"),
+    "index_topk": (2048, "index_topk"),
+    "index_freq": (4, "index_topk_freq"),
+    "dense_layers": (3, "first_k_dense_replace"),
+    "dense_width": (12288, "intermediate_size"),
+}
+"""Flags of families with latent attention: GLM-5.2's sizes, and the fields of config.json."""
+PRESETS = {
+    "glm-5.2": {
+        **{
+            "family": "glm_moe_dsa",
+            "hidden": 6144,
+            "layers": 7,
+            "experts": 256,
+            "top_k": 8,
+            "width": 2048,
+            "heads": 64,
+        },
+        **{"vocab": 154880, "ctx": 202752, "embed_bits": 8},
+    }
+}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 Table = npt.NDArray[np.uint16]
 
@@ -54,6 +91,8 @@ class Options:
     dtype: str
     shards: int
     seed: int
+    embed_bits: int = 0
+    mla: dict[str, int] = field(default_factory=dict)
 
     @property
     def quantised(self) -> bool:
@@ -82,31 +121,86 @@ class Tensor:
 
 def model_tensors(options: Options) -> Iterator[Tensor]:
     """Every tensor of the model, in the order of the file."""
-    hidden, q_rows, kv_rows = options.hidden, options.heads * options.head_dim, options.kv_heads * options.head_dim
-    yield from matrix(options, "model.embed_tokens", (options.vocab, hidden), deviation=1.0)
+    hidden, embed_bits = options.hidden, options.embed_bits or options.bits
+    yield from matrix(options, "model.embed_tokens", (options.vocab, hidden), deviation=1.0, bits=embed_bits)
     for layer in range(options.layers):
         path = f"model.layers.{layer}"
         yield norm(f"{path}.input_layernorm", hidden)
-        yield from matrix(options, f"{path}.self_attn.q_proj", (q_rows, hidden))
-        yield from matrix(options, f"{path}.self_attn.k_proj", (kv_rows, hidden))
-        yield from matrix(options, f"{path}.self_attn.v_proj", (kv_rows, hidden))
-        # Attention to random text adds much the same vector everywhere: kept small, lest routing follows it.
-        yield from matrix(options, f"{path}.self_attn.o_proj", (hidden, q_rows), deviation=0.3 / math.sqrt(q_rows))
-        if options.family != "mixtral":
-            whole = options.family == "olmoe"
-            yield norm(f"{path}.self_attn.q_norm", q_rows if whole else options.head_dim)
-            yield norm(f"{path}.self_attn.k_norm", kv_rows if whole else options.head_dim)
+        if options.family in MLA_FAMILIES:
+            yield from latent_attention_tensors(options, f"{path}.self_attn", has_indexer(options, layer))
+        else:
+            yield from attention_tensors(options, f"{path}.self_attn")
         yield norm(f"{path}.post_attention_layernorm", hidden)
-        yield from moe_tensors(options, f"{path}.{'block_sparse_moe' if options.family == 'mixtral' else 'mlp'}")
+        if layer < options.mla.get("dense_layers", 0):
+            yield from dense_tensors(options, f"{path}.mlp", options.mla["dense_width"])
+        else:
+            yield from moe_tensors(options, f"{path}.{'block_sparse_moe' if options.family == 'mixtral' else 'mlp'}")
     yield norm("model.norm", hidden)
-    yield from matrix(options, "lm_head", (options.vocab, hidden), deviation=3 / math.sqrt(hidden))
+    yield from matrix(options, "lm_head", (options.vocab, hidden), deviation=3 / math.sqrt(hidden), bits=embed_bits)
+
+
+def attention_tensors(options: Options, path: str) -> Iterator[Tensor]:
+    """Grouped-query attention."""
+    hidden, q_rows, kv_rows = options.hidden, options.heads * options.head_dim, options.kv_heads * options.head_dim
+    yield from matrix(options, f"{path}.q_proj", (q_rows, hidden))
+    yield from matrix(options, f"{path}.k_proj", (kv_rows, hidden))
+    yield from matrix(options, f"{path}.v_proj", (kv_rows, hidden))
+    # Attention to random text adds much the same vector everywhere: kept small, lest routing follows it.
+    yield from matrix(options, f"{path}.o_proj", (hidden, q_rows), deviation=0.3 / math.sqrt(q_rows))
+    if options.family != "mixtral":
+        whole = options.family == "olmoe"
+        yield norm(f"{path}.q_norm", q_rows if whole else options.head_dim)
+        yield norm(f"{path}.k_norm", kv_rows if whole else options.head_dim)
+
+
+def latent_attention_tensors(options: Options, path: str, with_indexer: bool) -> Iterator[Tensor]:
+    """Latent attention (MLA), and the indexer (DSA) of the layers that have one."""
+    sizes, hidden, heads = options.mla, options.hidden, options.heads
+    yield from matrix(options, f"{path}.q_a_proj", (sizes["q_rank"], hidden))
+    yield norm(f"{path}.q_a_layernorm", sizes["q_rank"])
+    yield from matrix(options, f"{path}.q_b_proj", (heads * (sizes["nope_dim"] + sizes["rope_dim"]), sizes["q_rank"]))
+    yield from matrix(options, f"{path}.kv_a_proj_with_mqa", (sizes["kv_rank"] + sizes["rope_dim"], hidden))
+    yield norm(f"{path}.kv_a_layernorm", sizes["kv_rank"])
+    yield from matrix(options, f"{path}.kv_b_proj", (heads * (sizes["nope_dim"] + sizes["v_dim"]), sizes["kv_rank"]))
+    v_width = heads * sizes["v_dim"]
+    yield from matrix(options, f"{path}.o_proj", (hidden, v_width), deviation=0.3 / math.sqrt(v_width))
+    if with_indexer:
+        queries = sizes["index_heads"] * sizes["index_dim"]
+        yield from matrix(options, f"{path}.indexer.wq_b", (queries, sizes["q_rank"]))
+        yield from matrix(options, f"{path}.indexer.wk", (sizes["index_dim"], hidden))
+        yield norm(f"{path}.indexer.k_norm", sizes["index_dim"])
+        yield vector(f"{path}.indexer.k_norm.bias", sizes["index_dim"], -0.1, 0.1)
+        yield from matrix(options, f"{path}.indexer.weights_proj", (sizes["index_heads"], hidden))
+
+
+def has_indexer(options: Options, layer: int) -> bool:
+    """Whether the layer chooses positions by itself, by the rule of `index_topk_freq` with its default offset, 2."""
+    return max(layer - 1, 0) % options.mla["index_freq"] == 0
+
+
+def dense_tensors(options: Options, path: str, width: int) -> Iterator[Tensor]:
+    """A dense block, or a shared expert."""
+    yield from matrix(options, f"{path}.gate_proj", (width, options.hidden))
+    yield from matrix(options, f"{path}.up_proj", (width, options.hidden))
+    yield from matrix(options, f"{path}.down_proj", (options.hidden, width))
+
+
+def router_tensors(options: Options, path: str) -> Iterator[Tensor]:
+    """The router: 8 bits if quantised; where scores are corrected it is plain, as mlx_lm leaves it."""
+    deviation, shape = 2 / math.sqrt(options.hidden), (options.experts, options.hidden)
+    if options.family not in MLA_FAMILIES:
+        router_options = {"bits": ROUTER_BITS, "group_size": ROUTER_GROUP_SIZE}
+        yield from matrix(options, f"{path}.gate", shape, deviation, **router_options)
+        return
+    yield plain(f"{path}.gate", shape, deviation)
+    yield vector(f"{path}.gate.e_score_correction_bias", options.experts, -0.02, 0.02)
 
 
 def moe_tensors(options: Options, path: str) -> Iterator[Tensor]:
     """Router and experts of one layer: stacked if quantised, one tensor an expert if not."""
-    router_options = {"bits": ROUTER_BITS, "group_size": ROUTER_GROUP_SIZE}
-    router_deviation = 2 / math.sqrt(options.hidden)
-    yield from matrix(options, f"{path}.gate", (options.experts, options.hidden), router_deviation, **router_options)
+    yield from router_tensors(options, path)
+    if options.family in MLA_FAMILIES:
+        yield from dense_tensors(options, f"{path}.shared_experts", options.width)
     shapes = {"gate_proj": (options.width, options.hidden), "up_proj": (options.width, options.hidden)}
     shapes["down_proj"] = (options.hidden, options.width)
     if options.quantised:
@@ -131,11 +225,10 @@ def matrix(
     *lead, cols = shape
     deviation = deviation or 1 / math.sqrt(cols)
     if not options.quantised:
-        levels = (np.arange(256) - 127.5) / _code_deviation(8)
-        yield Tensor(f"{path}.weight", "BF16", shape, path, to_bf16(levels * deviation))
+        yield plain(path, shape, deviation)
         return
     bits, group_size = bits or options.bits, group_size or options.group_size
-    scales = to_bf16(deviation / _code_deviation(bits) * np.linspace(0.75, 1.25, 256))
+    scales = to_bf16(scale_levels(deviation, bits))
     biases = to_bf16(from_bf16(scales) * -((1 << bits) - 1) / 2)
     groups = (*lead, cols // group_size)
     yield Tensor(f"{path}.weight", "U32", (*lead, cols * bits // 32), path, None)
@@ -145,9 +238,25 @@ def matrix(
     )  # the same stream: bias = -mean code * scale
 
 
+def scale_levels(deviation: float, bits: int) -> npt.NDArray[np.floating[Any]]:
+    """256 scales that give uniform codes this standard deviation, within a quarter."""
+    return deviation / _code_deviation(bits) * np.linspace(0.75, 1.25, 256)
+
+
+def plain(path: str, shape: tuple[int, ...], deviation: float) -> Tensor:
+    """An unquantised matrix."""
+    levels = (np.arange(256) - 127.5) / _code_deviation(8)
+    return Tensor(f"{path}.weight", "BF16", shape, path, to_bf16(levels * deviation))
+
+
 def norm(path: str, size: int) -> Tensor:
     """A norm's weight, 0.8 to 1.2."""
     return Tensor(f"{path}.weight", "BF16", (size,), path, to_bf16(np.linspace(0.8, 1.2, 256)))
+
+
+def vector(name: str, size: int, least: float, most: float) -> Tensor:
+    """A bias."""
+    return Tensor(name, "BF16", (size,), name, to_bf16(np.linspace(least, most, 256)))
 
 
 def _code_deviation(bits: int) -> float:
@@ -170,11 +279,7 @@ def from_bf16(table: Table) -> npt.NDArray[np.float32]:
 def config_json(options: Options) -> dict[str, Any]:
     """config.json, in the older dialect, which every reader knows."""
     config: dict[str, Any] = {
-        "architectures": [
-            {"olmoe": "OlmoeForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM"}[
-                options.family
-            ]
-        ],
+        "architectures": [ARCHITECTURES[options.family]],
         "model_type": options.family,
         "torch_dtype": "bfloat16",
         "hidden_act": "silu",
@@ -198,12 +303,38 @@ def config_json(options: Options) -> dict[str, Any]:
         config |= {"moe_intermediate_size": options.width, "norm_topk_prob": True, "decoder_sparse_step": 1}
     if options.family == "olmoe":
         config |= {"norm_topk_prob": False, "clip_qkv": None}
+    if options.family in MLA_FAMILIES:
+        config |= mla_config(options)
     if options.quantised:
-        block = "block_sparse_moe" if options.family == "mixtral" else "mlp"
-        router = {"group_size": ROUTER_GROUP_SIZE, "bits": ROUTER_BITS}
-        settings = {"group_size": options.group_size, "bits": options.bits, "mode": "affine"}
-        config["quantization"] = settings | {f"model.layers.{i}.{block}.gate": router for i in range(options.layers)}
+        config["quantization"] = quantisation(options)
     return config
+
+
+def mla_config(options: Options) -> dict[str, Any]:
+    """What config.json says of latent attention, its indexer, and a corrected router."""
+    sizes = {name: options.mla[flag] for flag, (_, name) in MLA_SIZES.items()}
+    experts = {"n_routed_experts": options.experts, "n_shared_experts": 1, "moe_intermediate_size": options.width}
+    router = {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1}
+    return {
+        **sizes,
+        **experts,
+        **router,
+        "rope_theta": 1_000_000.0,
+        "rope_interleave": True,
+        "head_dim": sizes["qk_rope_head_dim"],
+    }
+
+
+def quantisation(options: Options) -> dict[str, Any]:
+    """Which bits the matrices have."""
+    settings: dict[str, Any] = {"group_size": options.group_size, "bits": options.bits, "mode": "affine"}
+    if options.embed_bits:
+        embedding = {"group_size": options.group_size, "bits": options.embed_bits}
+        settings |= {"model.embed_tokens": embedding, "lm_head": embedding}
+    block = "block_sparse_moe" if options.family == "mixtral" else "mlp"
+    router = {"group_size": ROUTER_GROUP_SIZE, "bits": ROUTER_BITS} if options.family not in MLA_FAMILIES else False
+    sparse = range(options.mla.get("dense_layers", 0), options.layers)
+    return settings | {f"model.layers.{i}.{block}.gate": router for i in sparse}
 
 
 # -- writing it --------------------------------------------------------------------------------------------------------
@@ -263,17 +394,34 @@ class ProgressLine:
         print(f"{start}{state}  ", end=end, file=sys.stderr, flush=True)
 
 
-def write_shard(file: BinaryIO, tensors: list[Tensor], seed: int, progress: ProgressLine) -> None:
-    """Write one safetensors file."""
+def write_shard(file: BinaryIO, tensors: list[Tensor], seed: int, progress: ProgressLine, is_hollow: bool) -> None:
+    """Write one safetensors file; a hollow one has holes for experts."""
     file.write(header_bytes(tensors))
     for tensor in tensors:
+        if is_hollow and ".switch_mlp." in tensor.name:
+            file.truncate(file.seek(tensor.nbytes, 1))
+            continue
         for chunk in chunks(tensor, seed):
             file.write(chunk.data)
             progress.add(chunk.nbytes)
 
 
-def write_model(folder: Path, options: Options) -> None:
-    """Write weights, index and config into the existing `folder`."""
+def write_container(folder: Path, options: Options) -> None:
+    """Write a container into the existing `folder`, by way of a checkpoint without its experts."""
+    from synthetic_container import fill_container
+
+    hollow = folder / "hollow"
+    hollow.mkdir()
+    write_model(hollow, options, is_hollow=True)
+    scales = {
+        cols: to_bf16(scale_levels(1 / math.sqrt(cols), options.bits)) for cols in (options.hidden, options.width)
+    }
+    fill_container(hollow, folder, scales, options.seed)
+    shutil.rmtree(hollow)
+
+
+def write_model(folder: Path, options: Options, is_hollow: bool = False) -> None:
+    """Write weights, index and config into the existing `folder`; hollow: only the sizes of the experts are there."""
     tensors = list(model_tensors(options))
     total = sum(tensor.nbytes for tensor in tensors)
     shards = split_shards(tensors, options.shards)
@@ -283,7 +431,7 @@ def write_model(folder: Path, options: Options) -> None:
     progress = ProgressLine(total)
     for name, shard in zip(names, shards, strict=True):
         with (folder / name).open("wb") as file:
-            write_shard(file, shard, options.seed, progress)
+            write_shard(file, shard, options.seed, progress, is_hollow)
     progress.show("\r" if sys.stderr.isatty() else "", "\n")
     weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
     write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
@@ -336,7 +484,8 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Options]:
     )
     add = parser.add_argument
     add("out", type=Path, help="folder to make")
-    add("--family", choices=("olmoe", "qwen3_moe", "mixtral"), default="olmoe")
+    add("--preset", choices=tuple(PRESETS), help="sizes of a published model, and a few of its layers")
+    add("--family", choices=tuple(ARCHITECTURES), default="olmoe")
     add("--hidden", type=positive, default=2048, help="hidden size (default %(default)s)")
     add("--layers", type=positive, default=16, help="default %(default)s")
     add("--experts", type=positive, default=64, help="experts a layer (default %(default)s)")
@@ -357,11 +506,22 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Options]:
     )
     add("--dtype", choices=("mlx", "bf16"), default="mlx", help="mlx: quantised; bf16: not (default %(default)s)")
     add("--shards", type=positive, default=1, help="number of weight files (default %(default)s)")
+    add("--embed-bits", type=int, choices=(0, 4, 8), default=0, help="of embedding and head (default: as all)")
+    for flag, (size, name) in MLA_SIZES.items():
+        add(
+            f"--{flag.replace('_', '-')}",
+            type=positive,
+            default=size,
+            help=f"glm_moe_dsa: {name} (default %(default)s)",
+        )
+    add("--container", action="store_true", help="write a container: one read an expert")
     add("--seed", type=int, default=0, help="default %(default)s")
     add("--tokenizer", type=Path, help="folder whose tokenizer files are copied")
+    parser.set_defaults(**PRESETS.get(parser.parse_known_args(arguments)[0].preset, {}))
     known = parser.parse_args(arguments)
     known.kv_heads = known.kv_heads or known.heads
     known.head_dim = known.head_dim or known.hidden // known.heads
+    known.mla = {flag: getattr(known, flag) for flag in MLA_SIZES} if known.family in MLA_FAMILIES else {}
     options = Options(**{name: getattr(known, name) for name in Options.__dataclass_fields__})
     for problem in problems(options):
         parser.error(problem)
@@ -380,11 +540,19 @@ def problems(options: Options) -> Iterator[str]:
     """What is wrong with the shape."""
     group_size = max(options.group_size, ROUTER_GROUP_SIZE)
     if options.quantised:
-        for name, cols in {"--hidden": options.hidden, "heads * head-dim": options.heads * options.head_dim}.items():
+        columns = {"--hidden": options.hidden, "heads * head-dim": options.heads * options.head_dim}
+        if options.mla:
+            columns = {"--hidden": options.hidden, "heads * v-dim": options.heads * options.mla["v_dim"]}
+            columns |= {
+                f"--{name.replace('_', '-')}": options.mla[name] for name in ("q_rank", "kv_rank", "dense_width")
+            }
+        for name, cols in columns.items():
             if cols % group_size:
                 yield f"{name} = {cols} must be a multiple of {group_size}"
         if options.width % options.group_size:
             yield f"--width {options.width} must be a multiple of --group-size {options.group_size}"
+    if options.mla.get("dense_layers", 0) >= options.layers:
+        yield f"--dense-layers {options.mla['dense_layers']} must be below --layers {options.layers}"
     if options.heads % options.kv_heads:
         yield f"--heads {options.heads} must be a multiple of --kv-heads {options.kv_heads}"
     if options.family == "olmoe" and options.heads * options.head_dim != options.hidden:
@@ -400,7 +568,10 @@ def main(arguments: list[str] | None = None) -> None:
     with complete_or_absent(known.out, needed) as folder:
         if known.tokenizer:
             copy_tokenizer(known.tokenizer, folder, options.vocab)
-        write_model(folder, options)
+        if known.container:
+            write_container(folder, options)
+        else:
+            write_model(folder, options)
     print(f"{known.out}: {options.family}, {options.layers} layers of {options.experts} experts", file=sys.stderr)
 
 

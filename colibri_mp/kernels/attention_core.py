@@ -59,13 +59,13 @@ def attend_split(job: Any, place: Any, kv_head: int, split: int, scratch: int, p
     for tile in range(first_tile, end_tile):
         _score(job, place, kv_head, tile, end_tile, first_tile, scratch)
     for query in range(place.num_queries):
-        _exponentiate(
+        exponentiate(
             scores + query * SCORE_STRIDE * 4,
             end_tile - first_tile,
             partial + job.largest_offset + 4 * query,
             job.max_queries,
         )
-    _clear_sums(place.num_groups * job.value_parts * place.width, partial)
+    clear_sums(place.num_groups * job.value_parts * place.width, partial)
     for tile in range(first_tile, end_tile):
         _mix(job, place, kv_head, tile, first_tile, scores, partial)
 
@@ -124,7 +124,7 @@ def _score(job: Any, place: Any, kv_head: int, tile: int, end_tile: int, first_t
     if start + TILE_TOKENS - 1 > place.position or start <= place.position + place.num_rows - 1 - job.window:
         for query in range(place.num_queries):
             position = place.position + query // job.group_size
-            _hide(scores + query * SCORE_STRIDE * 4, position - job.window + 1 - start, position - start)
+            hide(scores + query * SCORE_STRIDE * 4, position - job.window + 1 - start, position - start)
 
 
 @compiled
@@ -148,7 +148,7 @@ def _score_group8(width: int, queries: int, keys: int, scores: int, head_dim: in
 
 
 @compiled
-def _hide(scores: int, first: int, last: int) -> None:
+def hide(scores: int, first: int, last: int) -> None:
     """Of 16 scores keep the lanes first..last."""
     lane = lanes16()
     hidden = splat16(HIDDEN)
@@ -157,7 +157,7 @@ def _hide(scores: int, first: int, last: int) -> None:
 
 
 @compiled
-def _exponentiate(scores: int, num_tiles: int, largest_place: int, max_queries: int) -> None:
+def exponentiate(scores: int, num_tiles: int, largest_place: int, max_queries: int) -> None:
     """exp(score - largest) in place, exactly zero where hidden; the largest and the sum go to the partial."""
     largest = splat16(HIDDEN)
     for tile in range(num_tiles):
@@ -175,7 +175,7 @@ def _exponentiate(scores: int, num_tiles: int, largest_place: int, max_queries: 
 
 
 @compiled
-def _clear_sums(num_vectors: int, sums: int) -> None:
+def clear_sums(num_vectors: int, sums: int) -> None:
     for vector in range(num_vectors):
         store16(sums + vector * _VECTOR_BYTES, splat16(_NOTHING))
 
@@ -226,7 +226,7 @@ def _mix_group8(
 @compiled
 def start_merge(job: Any, merged: int) -> None:
     """A partial of no positions."""
-    _clear_sums(job.max_queries * job.value_parts, merged)
+    clear_sums(job.max_queries * job.value_parts, merged)
     for query in range(0, job.max_queries, 16):
         store16(merged + job.largest_offset + 4 * query, splat16(HIDDEN))
         store16(merged + job.largest_offset + 4 * (job.max_queries + query), splat16(_NOTHING))

@@ -80,6 +80,19 @@ class Batch:
         assert self.block_table.ndim == 2
 
 
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """Positions that each row of a step reads, where it is not all before it: int32 [T, most], ascending, and how many [T]."""
+
+    positions: I32Array
+    counts: I32Array
+
+    def __post_init__(self) -> None:
+        check_plain(self.positions, np.int32)
+        check_plain(self.counts, np.int32)
+        assert self.counts.shape == self.positions.shape[:1]
+
+
 def check_plain(array: NDArray[Any], dtype: type) -> None:
     """Our own invariant: compiled code is given this type, C-contiguous."""
     assert array.dtype == dtype, f"{array.dtype} instead of {dtype.__name__}"

@@ -15,11 +15,14 @@ PLACE_BYTES = PLACE.itemsize
 
 _PLAN_FIELDS = (
     *("positions", "sequences", "block_table", "num_tokens", "num_sequences", "max_blocks", "num_blocks"),
-    *("max_context", "window", "group_size", "rows_a_place", "places"),
+    *("max_context", "window", "group_size", "rows_a_place", "width", "places"),
     *("num_places", "last_position", "bad_row"),
 )
 PLAN = np.dtype([(name, np.int64) for name in _PLAN_FIELDS])
-"""A batch to plan; the last three are results: places made, largest position, first row in error or -1."""
+"""A batch to plan; the last three are results: places made, largest position, first row in error or -1.
+
+group_size: query vectors of a row; width: of groups, 0: `attention_core.group_width`.
+"""
 
 
 @compiled
@@ -40,7 +43,7 @@ def plan_batch(plan: int) -> None:
             job.num_places += 1
         place.num_rows += 1
         place.num_queries = place.num_rows * job.group_size
-        place.width = group_width(place.num_queries)
+        place.width = job.width if job.width > 0 else group_width(place.num_queries)
         place.num_groups = (place.num_queries + place.width - 1) // place.width
 
 

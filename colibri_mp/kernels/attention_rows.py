@@ -40,7 +40,7 @@ def finish_projection(
     clip_row(row, width, np.float32(job.clip))
     angles = position * job.rotary_half * 4
     for head in range(num_heads):
-        _turn_head(row + head * job.head_dim * 4, job.cos + angles, job.sin + angles, job.rotary_half)
+        turn_head(row + head * job.head_dim * 4, job.cos + angles, job.sin + angles, job.rotary_half)
     if scale != np.float32(1.0):
         for i in range(0, width, 16):
             store_up_to16(row + 4 * i, load_up_to16(row + 4 * i, width - i) * splat16(scale), width - i)
@@ -74,7 +74,7 @@ def gate_row(row: int, gate: int, width: int) -> None:
 
 
 @compiled
-def _turn_head(head: int, cos: int, sin: int, half: int) -> None:
+def turn_head(head: int, cos: int, sin: int, half: int) -> None:
     """Elements i and i + half turn by the angle of pair i."""
     for i in range(0, half, 16):
         first, second = head + 4 * i, head + 4 * (half + i)
@@ -108,21 +108,21 @@ def _store_floats(job: Any, tile: int, lane: int, key: int, value: int) -> None:
 
 @compiled
 def _store_codes(job: Any, tile: int, lane: int, key: int, value: int) -> None:
-    largest = _largest_of(key, job.head_dim)
-    inverse = _inverse_scale(largest)
+    largest = largest_of(key, job.head_dim)
+    inverse = inverse_scale(largest)
     for d in range(job.head_dim):
         set_code(tile + d * 16 + lane, get_f32(key + d * 4) * inverse)
     set_f32(tile + job.head_dim * 16 + lane * 4, largest / np.float32(127.0))
     values = tile + job.values_offset
-    largest = _largest_of(value, job.head_dim)
-    inverse = _inverse_scale(largest)
+    largest = largest_of(value, job.head_dim)
+    inverse = inverse_scale(largest)
     for d in range(job.head_dim):
         set_code(values + (d // 16 * 16 + lane) * 16 + d % 16, get_f32(value + d * 4) * inverse)
     set_f32(values + job.value_parts * job.part_bytes + lane * 4, largest / np.float32(127.0))
 
 
 @compiled
-def _largest_of(row: int, width: int) -> np.float32:
+def largest_of(row: int, width: int) -> np.float32:
     """The greatest absolute value."""
     largest = splat16(np.float32(0.0))
     for i in range(0, width, 16):
@@ -131,5 +131,5 @@ def _largest_of(row: int, width: int) -> np.float32:
 
 
 @compiled
-def _inverse_scale(largest: np.float32) -> np.float32:
+def inverse_scale(largest: np.float32) -> np.float32:
     return np.float32(127.0) / largest if largest > np.float32(0.0) else np.float32(0.0)

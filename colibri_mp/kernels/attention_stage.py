@@ -8,7 +8,7 @@
     5  prepare      rows of the context, times sigmoid(gate) if there is one -> prepared rows for o
     6  output       blocks of o rows; x += the product (+ bias)
 
-Threads take scratch memory by a ticket: see `_scratch`.
+Threads take scratch memory by a ticket: see `stage_parts`.
 """
 
 from typing import Any
@@ -21,11 +21,18 @@ from colibri_mp.kernels.attention_rows import add_row, clip_row, finish_projecti
 from colibri_mp.kernels.attention_tiles import SPLIT_TOKENS
 from colibri_mp.kernels.block import block_frame, finish_block
 from colibri_mp.kernels.jit import Native, compiled, fixed
-from colibri_mp.kernels.linear import MATRIX, blocks_per_chunk, multiply_blocks, prepare_rows
+from colibri_mp.kernels.linear import MATRIX, blocks_per_chunk, prepare_rows
 from colibri_mp.kernels.norm import rms_norm_row
-from colibri_mp.kernels.team import barrier, done, take, thread_slot
+from colibri_mp.kernels.stage_parts import (
+    TOKENS_A_CHUNK,
+    multiply_chunk,
+    num_block_chunks,
+    num_token_chunks,
+    prepare_row,
+    take_scratch,
+)
+from colibri_mp.kernels.team import barrier, done, take
 from colibri_mp.kernels.vectors import (
-    call_native3,
     get_i32,
     record_at,
 )
@@ -69,75 +76,39 @@ FRAME = np.dtype(
 )
 """What a call of the stage knows; 0 where an address is of something that is not there."""
 
-_TOKENS_A_CHUNK = 4
-
 NUM_PHASES = 7
 _NORM, _PROJECT, _TURN, _ATTEND, _MERGE, _PREPARE, _OUTPUT, _FINISH = (fixed(phase) for phase in range(NUM_PHASES + 1))
 
 
 @compiled
-def _scratch(job: Any, control: int, tag: int) -> int:
-    """Scratch memory for this call of the stage, or 0: none is left, so take no chunk that needs any.
-
-    A helper may enter a job again after its end has begun, so there can be more calls than threads. One that got no scratch
-    does not stop the job: those that did stay until all its chunks are done.
-    """
-    slot = thread_slot(control, tag, job.num_scratches)
-    return int(job.scratch + slot * job.scratch_bytes) if slot >= 0 else 0
-
-
-@compiled
-def _num_token_chunks(job: Any) -> int:
-    return int(job.num_tokens + _TOKENS_A_CHUNK - 1) // _TOKENS_A_CHUNK
-
-
-@compiled
 def _norm_phase(job: Any, control: int, tag: int, scratch: int) -> bool:
-    num_chunks = _num_token_chunks(job)
+    num_chunks = num_token_chunks(job)
     chunk = take(control, tag, _NORM, num_chunks) if scratch != 0 else -1
     while chunk >= 0:
-        for t in range(chunk * _TOKENS_A_CHUNK, min(job.num_tokens, (chunk + 1) * _TOKENS_A_CHUNK)):
+        for t in range(chunk * TOKENS_A_CHUNK, min(job.num_tokens, (chunk + 1) * TOKENS_A_CHUNK)):
             rms_norm_row(job.x + t * job.hidden * 4, job.norm_weight, scratch, job.hidden, np.float32(job.eps))
-            _prepare_row(job.q_matrix, scratch, job.q_prepared, t)
+            prepare_row(job.q_matrix, scratch, job.q_prepared, t)
             if job.k_prepared != job.q_prepared:
-                _prepare_row(job.k_matrix, scratch, job.k_prepared, t)
+                prepare_row(job.k_matrix, scratch, job.k_prepared, t)
             if job.v_prepared not in (job.q_prepared, job.k_prepared):
-                _prepare_row(job.v_matrix, scratch, job.v_prepared, t)
+                prepare_row(job.v_matrix, scratch, job.v_prepared, t)
         done(control, _NORM)
         chunk = take(control, tag, _NORM, num_chunks)
     return barrier(control, tag, _NORM, num_chunks)
 
 
 @compiled
-def _prepare_row(matrix: Any, x: int, prepared: int, t: int) -> None:
-    """Prepare one row for a matrix as its token t."""
-    call_native3(matrix.prepare, x, prepared + t * matrix.prepared_bytes, matrix.cols)
-
-
-@compiled
-def _num_block_chunks(matrix: Any) -> int:
-    size = blocks_per_chunk(matrix)
-    return int(matrix.num_blocks + size - 1) // size
-
-
-@compiled
-def _multiply_chunk(matrix: Any, chunk: int, xs: int, rows: int, num_tokens: int) -> None:
-    size = blocks_per_chunk(matrix)
-    multiply_blocks(matrix, chunk * size, min(matrix.num_blocks, (chunk + 1) * size), xs, rows, num_tokens)
-
-
-@compiled
 def _project_phase(job: Any, control: int, tag: int) -> bool:
-    q_chunks, k_chunks = _num_block_chunks(job.q_matrix), _num_block_chunks(job.k_matrix)
-    num_chunks = q_chunks + k_chunks + _num_block_chunks(job.v_matrix)
+    q_chunks, k_chunks = num_block_chunks(job.q_matrix), num_block_chunks(job.k_matrix)
+    num_chunks = q_chunks + k_chunks + num_block_chunks(job.v_matrix)
     chunk = take(control, tag, _PROJECT, num_chunks)
     while chunk >= 0:
         if chunk < q_chunks:
-            _multiply_chunk(job.q_matrix, chunk, job.q_xs, job.q_rows, job.num_tokens)
+            multiply_chunk(job.q_matrix, chunk, job.q_xs, job.q_rows, job.num_tokens)
         elif chunk < q_chunks + k_chunks:
-            _multiply_chunk(job.k_matrix, chunk - q_chunks, job.k_xs, job.k_rows, job.num_tokens)
+            multiply_chunk(job.k_matrix, chunk - q_chunks, job.k_xs, job.k_rows, job.num_tokens)
         else:
-            _multiply_chunk(job.v_matrix, chunk - q_chunks - k_chunks, job.v_xs, job.v_rows, job.num_tokens)
+            multiply_chunk(job.v_matrix, chunk - q_chunks - k_chunks, job.v_xs, job.v_rows, job.num_tokens)
         done(control, _PROJECT)
         chunk = take(control, tag, _PROJECT, num_chunks)
     return barrier(control, tag, _PROJECT, num_chunks)
@@ -145,10 +116,10 @@ def _project_phase(job: Any, control: int, tag: int) -> bool:
 
 @compiled
 def _turn_phase(job: Any, control: int, tag: int) -> bool:
-    num_chunks = _num_token_chunks(job)
+    num_chunks = num_token_chunks(job)
     chunk = take(control, tag, _TURN, num_chunks)
     while chunk >= 0:
-        for t in range(chunk * _TOKENS_A_CHUNK, min(job.num_tokens, (chunk + 1) * _TOKENS_A_CHUNK)):
+        for t in range(chunk * TOKENS_A_CHUNK, min(job.num_tokens, (chunk + 1) * TOKENS_A_CHUNK)):
             position = get_i32(job.positions + 4 * t)
             q, k, v = job.q + t * job.q_stride, job.k + t * job.k_stride, job.v + t * job.k_stride
             finish_projection(job, q, job.q_bias, job.q_norm, job.num_heads, position, np.float32(job.scale))
@@ -229,10 +200,10 @@ def _merge_phase(job: Any, control: int, tag: int, scratch: int) -> bool:
 
 @compiled
 def _prepare_phase(job: Any, control: int, tag: int) -> bool:
-    num_chunks = _num_token_chunks(job)
+    num_chunks = num_token_chunks(job)
     chunk = take(control, tag, _PREPARE, num_chunks)
     while chunk >= 0:
-        first, last = chunk * _TOKENS_A_CHUNK, min(job.num_tokens, (chunk + 1) * _TOKENS_A_CHUNK)
+        first, last = chunk * TOKENS_A_CHUNK, min(job.num_tokens, (chunk + 1) * TOKENS_A_CHUNK)
         if job.gate_offset > 0:
             for t in range(first, last):
                 context = job.context + t * job.context_stride
@@ -245,10 +216,10 @@ def _prepare_phase(job: Any, control: int, tag: int) -> bool:
 
 @compiled
 def _output_phase(job: Any, control: int, tag: int) -> bool:
-    num_chunks, rows = _num_block_chunks(job.o_matrix), blocks_per_chunk(job.o_matrix) * 16
+    num_chunks, rows = num_block_chunks(job.o_matrix), blocks_per_chunk(job.o_matrix) * 16
     chunk = take(control, tag, _OUTPUT, num_chunks)
     while chunk >= 0:
-        _multiply_chunk(job.o_matrix, chunk, job.o_xs, job.out_rows, job.num_tokens)
+        multiply_chunk(job.o_matrix, chunk, job.o_xs, job.out_rows, job.num_tokens)
         first, last = chunk * rows, min(job.hidden, (chunk + 1) * rows)
         for t in range(job.num_tokens):
             out = job.out + t * job.out_stride + first * 4
@@ -263,7 +234,7 @@ def _output_phase(job: Any, control: int, tag: int) -> bool:
 @compiled
 def attention_phases(job: Any, control: int, tag: int) -> bool:
     """All of it, `NUM_PHASES` phases. False: the job is over, leave."""
-    scratch = _scratch(job, control, tag)
+    scratch = take_scratch(job, control, tag)
     if not _norm_phase(job, control, tag, scratch):
         return False
     if not _project_phase(job, control, tag):

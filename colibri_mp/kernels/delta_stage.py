@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 
 from colibri_mp.kernels.attention_rows import add_row
-from colibri_mp.kernels.attention_stage import (
-    _multiply_chunk,
-    _num_block_chunks,
-    _num_token_chunks,
-    _prepare_row,
-    _scratch,
-)
 from colibri_mp.kernels.block import block_frame, finish_block
 from colibri_mp.kernels.delta_rows import BLOCK_ROWS, advance_rows, end_run, start_run
 from colibri_mp.kernels.jit import Native, compiled, fixed
 from colibri_mp.kernels.linear import MATRIX, blocks_per_chunk, prepare_rows
 from colibri_mp.kernels.norm import rms_norm_row
+from colibri_mp.kernels.stage_parts import (
+    multiply_chunk,
+    num_block_chunks,
+    num_token_chunks,
+    prepare_row,
+    take_scratch,
+)
 from colibri_mp.kernels.team import barrier, done, take
 from colibri_mp.kernels.vectors import get_i32, record_at
 
@@ -66,18 +66,18 @@ _NORM, _PROJECT, _ADVANCE, _PREPARE, _OUTPUT, _FINISH = (fixed(phase) for phase 
 
 @compiled
 def _norm_phase(job: Any, control: int, tag: int, scratch: int) -> bool:
-    num_chunks = _num_token_chunks(job)
+    num_chunks = num_token_chunks(job)
     chunk = take(control, tag, _NORM, num_chunks) if scratch != 0 else -1
     while chunk >= 0:
         for t in range(chunk * _TOKENS_A_CHUNK, min(job.num_tokens, (chunk + 1) * _TOKENS_A_CHUNK)):
             rms_norm_row(job.x + t * job.hidden * 4, job.norm_weight, scratch, job.hidden, np.float32(job.eps))
-            _prepare_row(job.qkv_matrix, scratch, job.qkv_prepared, t)
+            prepare_row(job.qkv_matrix, scratch, job.qkv_prepared, t)
             if job.z_prepared != job.qkv_prepared:
-                _prepare_row(job.z_matrix, scratch, job.z_prepared, t)
+                prepare_row(job.z_matrix, scratch, job.z_prepared, t)
             if job.b_prepared not in (job.qkv_prepared, job.z_prepared):
-                _prepare_row(job.b_matrix, scratch, job.b_prepared, t)
+                prepare_row(job.b_matrix, scratch, job.b_prepared, t)
             if job.a_prepared not in (job.qkv_prepared, job.z_prepared, job.b_prepared):
-                _prepare_row(job.a_matrix, scratch, job.a_prepared, t)
+                prepare_row(job.a_matrix, scratch, job.a_prepared, t)
         done(control, _NORM)
         chunk = take(control, tag, _NORM, num_chunks)
     return barrier(control, tag, _NORM, num_chunks)
@@ -85,20 +85,20 @@ def _norm_phase(job: Any, control: int, tag: int, scratch: int) -> bool:
 
 @compiled
 def _project_phase(job: Any, control: int, tag: int) -> bool:
-    qkv_end = _num_block_chunks(job.qkv_matrix)
-    z_end = qkv_end + _num_block_chunks(job.z_matrix)
-    b_end = z_end + _num_block_chunks(job.b_matrix)
-    num_chunks = b_end + _num_block_chunks(job.a_matrix)
+    qkv_end = num_block_chunks(job.qkv_matrix)
+    z_end = qkv_end + num_block_chunks(job.z_matrix)
+    b_end = z_end + num_block_chunks(job.b_matrix)
+    num_chunks = b_end + num_block_chunks(job.a_matrix)
     chunk = take(control, tag, _PROJECT, num_chunks)
     while chunk >= 0:
         if chunk < qkv_end:
-            _multiply_chunk(job.qkv_matrix, chunk, job.qkv_xs, job.qkv_rows, job.num_tokens)
+            multiply_chunk(job.qkv_matrix, chunk, job.qkv_xs, job.qkv_rows, job.num_tokens)
         elif chunk < z_end:
-            _multiply_chunk(job.z_matrix, chunk - qkv_end, job.z_xs, job.z_rows, job.num_tokens)
+            multiply_chunk(job.z_matrix, chunk - qkv_end, job.z_xs, job.z_rows, job.num_tokens)
         elif chunk < b_end:
-            _multiply_chunk(job.b_matrix, chunk - z_end, job.b_xs, job.b_rows, job.num_tokens)
+            multiply_chunk(job.b_matrix, chunk - z_end, job.b_xs, job.b_rows, job.num_tokens)
         else:
-            _multiply_chunk(job.a_matrix, chunk - b_end, job.a_xs, job.a_rows, job.num_tokens)
+            multiply_chunk(job.a_matrix, chunk - b_end, job.a_xs, job.a_rows, job.num_tokens)
         done(control, _PROJECT)
         chunk = take(control, tag, _PROJECT, num_chunks)
     return barrier(control, tag, _PROJECT, num_chunks)
@@ -130,7 +130,7 @@ def _advance_chain(job: Any, chain: int, key_head: int, scratch: int) -> None:
 
 @compiled
 def _prepare_phase(job: Any, control: int, tag: int) -> bool:
-    num_chunks = _num_token_chunks(job)
+    num_chunks = num_token_chunks(job)
     chunk = take(control, tag, _PREPARE, num_chunks)
     while chunk >= 0:
         first, last = chunk * _TOKENS_A_CHUNK, min(job.num_tokens, (chunk + 1) * _TOKENS_A_CHUNK)
@@ -142,10 +142,10 @@ def _prepare_phase(job: Any, control: int, tag: int) -> bool:
 
 @compiled
 def _output_phase(job: Any, control: int, tag: int) -> bool:
-    num_chunks, rows = _num_block_chunks(job.out_matrix), blocks_per_chunk(job.out_matrix) * 16
+    num_chunks, rows = num_block_chunks(job.out_matrix), blocks_per_chunk(job.out_matrix) * 16
     chunk = take(control, tag, _OUTPUT, num_chunks)
     while chunk >= 0:
-        _multiply_chunk(job.out_matrix, chunk, job.out_xs, job.out_rows, job.num_tokens)
+        multiply_chunk(job.out_matrix, chunk, job.out_xs, job.out_rows, job.num_tokens)
         first, last = chunk * rows, min(job.hidden, (chunk + 1) * rows)
         for t in range(job.num_tokens):
             add_row(job.x + (t * job.hidden + first) * 4, job.out + t * job.out_stride + first * 4, last - first)
@@ -157,7 +157,7 @@ def _output_phase(job: Any, control: int, tag: int) -> bool:
 @compiled
 def delta_net_phases(job: Any, control: int, tag: int) -> bool:
     """All of it, `NUM_PHASES` phases. False: the job is over, leave."""
-    scratch = _scratch(job, control, tag)
+    scratch = take_scratch(job, control, tag)
     if not _norm_phase(job, control, tag, scratch):
         return False
     if not _project_phase(job, control, tag):

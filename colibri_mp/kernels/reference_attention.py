@@ -140,13 +140,11 @@ def choose(logits: F32Array, correction: F32Array | None, spec: RouterSpec) -> t
 
 def score(logits: F32Array, correction: F32Array | None, spec: RouterSpec) -> tuple[F32Array, F32Array]:
     """[T, E]: the scores, and what experts are chosen by: corrected, and -inf in groups that are not kept."""
-    if spec.scoring == "softmax":
-        probabilities = softmax(logits.astype(np.float64)).astype(np.float32)
-        return probabilities, probabilities
-    scores = np.asarray(1 / (1 + np.exp(-logits.astype(np.float64))), dtype=np.float32)
+    wide = logits.astype(np.float64)
+    scores = np.asarray(softmax(wide) if spec.scoring == "softmax" else 1 / (1 + np.exp(-wide)), dtype=np.float32)
     choice = scores if correction is None else scores + correction
     groups = choice.reshape(len(choice), spec.num_groups, -1)
-    best = np.sort(groups, axis=-1)[..., -2:].sum(axis=-1)
+    best = np.sort(groups, axis=-1)[..., -2 if spec.scoring == "sigmoid" else -1 :].sum(axis=-1)
     kept = np.argsort(-best, axis=-1, kind="stable")[:, : spec.kept_groups]
     refused = np.ones(best.shape, bool)
     np.put_along_axis(refused, kept, False, axis=-1)

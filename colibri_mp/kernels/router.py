@@ -4,10 +4,11 @@
     2     rows: softmax or sigmoid -> top-k, ties to the lower id -> top-p of these (lossy, off unless asked for)
               -> ids ascending, weights (divided by their sum and scaled if the model does so)
 
-With sigmoid scores the choice is made by score + correction, in the best groups of experts; weights are the plain scores.
+With sigmoid scores the choice is made by score + correction; weights are the plain scores. Experts may be in groups, of which the best
+are kept.
 
 Formulas: transformers' `Qwen3MoeTopKRouter` (olmoe and mixtral alike), `GptOssTopKRouter` (a softmax over the chosen ones is the
-renormalised softmax over all), `Glm4MoeMoE.route_tokens_to_experts` (DeepSeek-V3, arXiv 2412.19437).
+renormalised softmax over all), `Glm4MoeMoE.route_tokens_to_experts` (DeepSeek-V3, arXiv 2412.19437), `DeepseekV2TopkRouter`.
 """
 
 from dataclasses import dataclass
@@ -90,6 +91,8 @@ def _score(job: Any, row: int) -> int:
     add_row(logits, job.logit_bias, job.num_experts)
     if job.is_sigmoid == 0:
         _softmax(logits, scores, job.num_experts)
+        if job.kept_groups < job.num_groups:
+            _refuse_groups(job, scores, job.group_scores + row * job.num_groups * 4)
         return int(scores)
     _sigmoid(logits, scores, job.num_experts)
     add_row(logits, job.correction, job.num_experts)
@@ -110,7 +113,7 @@ def _sigmoid(logits: int, scores: int, num_experts: int) -> None:
 
 @compiled
 def _refuse_groups(job: Any, choice: int, group_scores: int) -> None:
-    """Keep the groups with the largest sums of their two best, ties to the lower group; nothing in the others can be chosen."""
+    """Keep the best groups, ties to the lower one; nothing in the others can be chosen. See `RouterSpec` for what is best."""
     size = job.num_experts // job.num_groups
     for group in range(job.num_groups):
         first, second = _NO_EXPERT, _NO_EXPERT
@@ -120,7 +123,7 @@ def _refuse_groups(job: Any, choice: int, group_scores: int) -> None:
                 first, second = value, first
             elif value > second:
                 second = value
-        set_f32(group_scores + 4 * group, first + second)
+        set_f32(group_scores + 4 * group, first + second if job.is_sigmoid != 0 else first)
     for group in range(job.num_groups):
         score, num_better = get_f32(group_scores + 4 * group), 0
         for other in range(job.num_groups):

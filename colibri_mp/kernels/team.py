@@ -47,7 +47,7 @@ from colibri_mp.kernels import atomic
 from colibri_mp.kernels.jit import Native, compiled, fixed
 from colibri_mp.kernels.vectors import call_native3, get_i64, set_i64
 
-MAX_PHASES = 16
+MAX_PHASES = 20
 PHASE_0, PHASE_1, PHASE_2, PHASE_3, _SLOTS = (fixed(phase) for phase in (0, 1, 2, 3, MAX_PHASES))
 FRAME_BYTES = 4096
 SPINS_BEFORE_YIELD = 4000

@@ -188,6 +188,12 @@ def get_i32(builder: Any, address: Any) -> Any:
     return builder.sext(emit.load(builder, address, I32), I64)
 
 
+@operation(types.void, types.int64, types.int64)
+def set_i32(builder: Any, address: Any, value: Any) -> None:
+    """Store the lower 32 bits of an int64 at an address."""
+    emit.store(builder, builder.trunc(value, I32), address)
+
+
 @operation(types.uint8, types.int64)
 def get_u8(builder: Any, address: Any) -> Any:
     """The byte at an address."""

@@ -197,5 +197,36 @@ def _warm_head() -> None:
     rms_norm(x, norm, 1e-6)
 
 
-BLOCKS: dict[str, Callable[[], None]] = {"attention": _warm_attention, "gated delta net": _warm_delta_net}
+def _warm_latent_attention() -> None:
+    import numpy as np
+
+    from colibri_mp.kernels.attention_inputs import Batch
+    from colibri_mp.kernels.block import BlockStage
+    from colibri_mp.kernels.latent_cache import LatentCache
+    from colibri_mp.kernels.layout import PackedMatrix, packed_bytes
+    from colibri_mp.kernels.mla import MlaStage
+    from colibri_mp.kernels.mla_weights import MlaWeights
+    from colibri_mp.kernels.rope import rope_tables
+    from colibri_mp.kernels.router import RouterStage, RouterWeights
+    from colibri_mp.kernels.team import ThreadTeam, aligned_bytes
+    from colibri_mp.specs import MlaSpec, RopeSpec, RouterSpec
+
+    spec = MlaSpec(16, 1, None, 16, 16, 16, 16, scale=1.0, norm_eps=1e-6)
+    narrow, wide = (PackedMatrix(_SMALL, rows, 16, aligned_bytes(packed_bytes(_SMALL, rows, 16))) for rows in (16, 32))
+    ones = np.ones(16, np.float32)
+    weights = MlaWeights(ones, None, None, wide, wide, ones, narrow, narrow, narrow)
+    x, zero = np.ones((1, 16), np.float32), np.zeros(1, np.int32)
+    cache, batch = LatentCache(1, 1, 16, 16), Batch(zero, zero, np.zeros((1, 1), np.int32))
+    with ThreadTeam(2) as team:
+        attention = MlaStage(team, spec, rope_tables(RopeSpec(theta=1e4, rotary_dim=16), 16), 1, 16)
+        router = RouterStage(team, RouterSpec(16, 1, True), 16, 1e-6, 1)
+        attention(x, weights, cache, 0, batch)
+        BlockStage(team, attention, router)(x, weights, cache, 0, batch, ones, RouterWeights(narrow))
+
+
+BLOCKS: dict[str, Callable[[], None]] = {
+    "attention": _warm_attention,
+    "latent attention": _warm_latent_attention,
+    "gated delta net": _warm_delta_net,
+}
 """Mixers by name, each compiled together with the router."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 from colibri_mp.checkpoint.matrices import StoredMatrix
 from colibri_mp.checkpoint.safetensors_header import TensorInfo
+from colibri_mp.checkpoint.source import Bytes
 from colibri_mp.formats import Encoding
 from colibri_mp.kernels.block import MixerStage
 from colibri_mp.kernels.delta_inputs import DeltaStates
@@ -61,6 +62,9 @@ class WeightReader(Protocol):
     def matrix(self, stored: StoredMatrix) -> PackedMatrix:
         """A matrix in the kernels' form."""
 
+    def parts(self, stored: StoredMatrix) -> Sequence[Bytes]:
+        """A matrix as stored, by the parts of its encoding."""
+
     def vector(self, info: TensorInfo | None) -> Floats | None:
         """A vector as float32; None where there is none."""
 
@@ -73,6 +77,11 @@ class MixerKind(ABC):
     def stage_spec(self, spec: Any) -> Any:
         """What layers that share a stage have in common: the spec without what the weights of a layer say themselves."""
         return spec
+
+    def continues(self, spec: Any) -> bool:
+        """Whether a layer uses what the one before it has left for the same rows: between the two they stay as they are."""
+        del spec
+        return False
 
     @abstractmethod
     def cache_shape(self, spec: Any, kv_bits: int) -> CacheShape | None:

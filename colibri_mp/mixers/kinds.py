@@ -9,15 +9,21 @@ from colibri_mp.kernels.paged_cache import num_blocks_for
 from colibri_mp.mixers.attention import Attention
 from colibri_mp.mixers.delta_net import DeltaNet
 from colibri_mp.mixers.kind import CacheShape, MixerKind, StageLimits, StateShape
+from colibri_mp.mixers.mla import Mla
 from colibri_mp.models.structure import LayerSpec, ModelSpec
-from colibri_mp.specs import AttentionSpec, DeltaNetSpec
+from colibri_mp.specs import AttentionSpec, DeltaNetSpec, MlaSpec
 
-KINDS: dict[type, MixerKind] = {AttentionSpec: Attention(), DeltaNetSpec: DeltaNet()}
+KINDS: dict[type, MixerKind] = {AttentionSpec: Attention(), MlaSpec: Mla(), DeltaNetSpec: DeltaNet()}
 
 
 def kind_of(layer: LayerSpec) -> MixerKind:
     """The kind of a layer's mixer."""
     return KINDS[type(layer.attention)]
+
+
+def continues(layer: LayerSpec) -> bool:
+    """Whether a layer needs the rows of the layer before it to be the same."""
+    return kind_of(layer).continues(layer.attention)
 
 
 def by_stage(model: ModelSpec) -> dict[Any, list[int]]:

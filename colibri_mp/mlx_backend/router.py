@@ -53,9 +53,9 @@ def _softmax(logits: Floats) -> Floats:
 
 
 def _in_kept_groups(choice: Floats, spec: RouterSpec) -> Floats:
-    """-inf in all groups but those with the largest sums of two scores."""
+    """-inf in all groups but the best; what is best: see `RouterSpec`."""
     groups = choice.reshape(len(choice), spec.num_groups, -1)
-    best = np.sort(groups, axis=-1)[..., -2:].sum(axis=-1)
+    best = np.sort(groups, axis=-1)[..., -2 if spec.scoring == "sigmoid" else -1 :].sum(axis=-1)
     kept = np.argsort(-best, axis=-1, kind="stable")[:, : spec.kept_groups]
     refused = np.ones(best.shape, bool)
     np.put_along_axis(refused, kept, False, axis=-1)

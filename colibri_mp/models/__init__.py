@@ -32,8 +32,11 @@ __all__ = [
     "supported_model_types",
 ]
 
-_FAMILIES = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_moe", "qwen3_next")
-_SAME_AS = {"qwen3_5_moe_text": "qwen3_5_moe"}
+_FAMILIES = (
+    *("deepseek_v2", "deepseek_v3", "glm4_moe", "glm_moe_dsa", "gpt_oss", "mixtral", "olmoe"),
+    *("qwen2_moe", "qwen3_5_moe", "qwen3_moe", "qwen3_next"),
+)
+_SAME_AS = {"kimi_k2": "deepseek_v3", "qwen3_5_moe_text": "qwen3_5_moe"}
 """Other names of a family."""
 # Tables that old checkpoints store although they follow from the config.
 _DERIVED = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")

@@ -25,6 +25,10 @@ class ConfigReader:
         """Whether the field is there and not null."""
         return self._fields.get(name) is not None
 
+    def is_list(self, name: str) -> bool:
+        """Whether the field holds a list, where the reference takes a list or something else."""
+        return isinstance(self._fields.get(name), list)
+
     def whole(self, *names: str, default: int | None = None, least: int = 1) -> int:
         """A whole number from `least` to 2^31 - 1."""
         name, value = self._find(names, default)

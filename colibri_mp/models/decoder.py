@@ -42,7 +42,7 @@ class DecoderConfig:
     max_context: int
     norm_eps: float
     tied: bool
-    attention: AttentionSpec
+    attention: MixerSpec
     rope: RopeSpec
     layer_mixers: tuple[MixerSpec, ...] = ()
     root: str = "model"
@@ -86,14 +86,19 @@ def read_decoder_config(
         sinks=sinks,
         gated=gated,
     )
+    return decoder_with(config, attention, rope)
+
+
+def decoder_with(config: ConfigReader, mixer: MixerSpec, rope: RopeSpec) -> DecoderConfig:
+    """The common fields that are left when all layers have this mixer."""
     return DecoderConfig(
-        hidden=hidden,
+        hidden=mixer.hidden,
         num_layers=config.whole("num_hidden_layers"),
         vocab_size=config.whole("vocab_size"),
         max_context=read_max_context(config, rope),
-        norm_eps=norm_eps,
+        norm_eps=mixer.norm_eps,
         tied=config.flag("tie_word_embeddings", default=False),
-        attention=attention,
+        attention=mixer,
         rope=rope,
     )
 
@@ -136,6 +141,7 @@ def read_layer_windows(config: ConfigReader, decoder: DecoderConfig, default_typ
         )
     for name in types:
         config.require("layer_types", name, "sliding_attention", "full_attention")
+    assert isinstance(decoder.attention, AttentionSpec)
     windowed = replace(decoder.attention, window=config.whole("sliding_window"))
     specs = tuple(windowed if name == "sliding_attention" else decoder.attention for name in types)
     return replace(decoder, layer_mixers=specs)

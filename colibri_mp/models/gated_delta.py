@@ -26,6 +26,7 @@ from colibri_mp.models.structure import (
     AttentionTensors,
     DeltaNetTensors,
     LayerSpec,
+    MixerTensors,
     ModelSpec,
     MoeSpec,
     PredictorSpec,
@@ -137,7 +138,7 @@ def build_hybrid(
 ) -> ModelSpec:
     """The whole model. `read_mlps(root)`: experts and dense blocks of the layers below a root, which is another one for predictors."""
 
-    def find_mixer(table: TensorTable, layer_path: str, spec: Any) -> AttentionTensors | DeltaNetTensors:
+    def find_mixer(table: TensorTable, layer_path: str, spec: Any) -> MixerTensors:
         is_delta = isinstance(spec, DeltaNetSpec)
         return find_delta_net(table, layer_path, spec) if is_delta else find_gated_attention(table, layer_path, spec)
 

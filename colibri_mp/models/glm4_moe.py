@@ -6,21 +6,11 @@ the routed experts there is a shared one of width `n_shared_experts` * `moe_inte
 `first_k_dense_replace` layers are dense. The layers after the last (`num_nextn_predict_layers`) predict further tokens.
 """
 
-from dataclasses import replace
-
-from colibri_mp.checkpoint.experts import ExpertDims
 from colibri_mp.checkpoint.matrices import TensorTable
 from colibri_mp.models.config import ConfigReader
-from colibri_mp.models.decoder import (
-    build_dense,
-    build_model,
-    build_moe,
-    read_correction,
-    read_decoder_config,
-    read_grouped_router,
-    read_num_predictors,
-)
-from colibri_mp.models.structure import DenseSpec, ModelSpec, MoeSpec
+from colibri_mp.models.decoder import build_model, read_decoder_config, read_grouped_router, read_num_predictors
+from colibri_mp.models.shared_experts import dense_then_shared
+from colibri_mp.models.structure import ModelSpec
 
 
 def build(config: ConfigReader, table: TensorTable) -> ModelSpec:
@@ -34,25 +24,5 @@ def build(config: ConfigReader, table: TensorTable) -> ModelSpec:
         default_eps=1e-5,
     )
     router = read_grouped_router(config)
-    num_dense = config.whole("first_k_dense_replace", default=1, least=0)
-    width = config.whole("moe_intermediate_size")
-    shared_width = width * config.whole("n_shared_experts", default=1)
-    dims = ExpertDims(router.num_experts, decoder.hidden, width, "moe_intermediate_size")
-
-    def build_mlp(table: TensorTable, layer: int) -> MoeSpec | DenseSpec:
-        path = f"model.layers.{layer}.mlp"
-        if layer < num_dense:
-            return build_dense(table, path, decoder.hidden, config.whole("intermediate_size"))
-        return replace(
-            build_moe(table, layer, path, router, dims),
-            correction=read_correction(table, path, router),
-            shared=build_dense(
-                table,
-                f"{path}.shared_experts",
-                decoder.hidden,
-                shared_width,
-                "n_shared_experts * moe_intermediate_size",
-            ),
-        )
-
+    build_mlp = dense_then_shared(config, decoder.hidden, router, default_dense=1, default_shared=1, corrected=True)
     return build_model("glm4_moe", table, decoder, build_mlp, read_num_predictors(config))

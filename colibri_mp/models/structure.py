@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.checkpoint.matrices import StoredMatrix
 from colibri_mp.checkpoint.safetensors_header import TensorInfo
-from colibri_mp.specs import AttentionSpec, DeltaNetSpec, RopeSpec, RouterSpec
+from colibri_mp.specs import AttentionSpec, DeltaNetSpec, MlaSpec, RopeSpec, RouterSpec
 
 if TYPE_CHECKING:
     from colibri_mp.kernels.layout import ExpertShape
@@ -46,6 +46,62 @@ class AttentionTensors:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerTensors:
+    """Of sparse attention's indexer: q [heads * head_dim, query_rank], k [head_dim, D], gates [heads, D]; k_norm and k_bias [head_dim]."""
+
+    q: StoredMatrix
+    k: StoredMatrix
+    gates: StoredMatrix
+    k_norm: TensorInfo
+    k_bias: TensorInfo
+
+    @property
+    def matrices(self) -> Iterator[StoredMatrix]:
+        """All projections."""
+        yield from (self.q, self.k, self.gates)
+
+    @property
+    def vectors(self) -> Iterator[TensorInfo]:
+        """The layer norm of the keys."""
+        yield from (self.k_norm, self.k_bias)
+
+
+@dataclass(frozen=True, slots=True)
+class MlaTensors:
+    """`norm` [D] comes first; q_a [q_lora, D] and q_a_norm if there is a query rank; q, kv_a, kv_a_norm, o as `MlaSpec` says.
+
+    Either `kv_b` [heads * (nope + v), L], or its halves as MLX keeps them, `embed_q` [heads * L, nope] and `unembed` [heads * v, L].
+    """
+
+    norm: TensorInfo
+    q: StoredMatrix
+    kv_a: StoredMatrix
+    kv_a_norm: TensorInfo
+    o: StoredMatrix
+    q_a: StoredMatrix | None = None
+    q_a_norm: TensorInfo | None = None
+    kv_b: StoredMatrix | None = None
+    embed_q: StoredMatrix | None = None
+    unembed: StoredMatrix | None = None
+    indexer: IndexerTensors | None = None
+
+    @property
+    def matrices(self) -> Iterator[StoredMatrix]:
+        """All projections."""
+        found = (self.q_a, self.q, self.kv_a, self.kv_b, self.embed_q, self.unembed, self.o)
+        yield from (matrix for matrix in found if matrix is not None)
+        if self.indexer is not None:
+            yield from self.indexer.matrices
+
+    @property
+    def vectors(self) -> Iterator[TensorInfo]:
+        """All norms."""
+        yield from (info for info in (self.norm, self.q_a_norm, self.kv_a_norm) if info is not None)
+        if self.indexer is not None:
+            yield from self.indexer.vectors
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaNetTensors:
     """Of a gated delta net. qkv: all query heads, then all key heads, then all value heads; z like v; b and a [value heads, D].
 
@@ -75,8 +131,8 @@ class DeltaNetTensors:
         yield from (self.norm, self.conv, self.a_log, self.dt_bias, self.head_norm)
 
 
-MixerSpec = AttentionSpec | DeltaNetSpec
-MixerTensors = AttentionTensors | DeltaNetTensors
+MixerSpec = AttentionSpec | MlaSpec | DeltaNetSpec
+MixerTensors = AttentionTensors | MlaTensors | DeltaNetTensors
 """What a layer does before its experts, and its tensors, of the same kind. How a kind is computed: `colibri_mp.mixers`."""
 
 

@@ -13,9 +13,11 @@ from colibri_mp.messages import Floats
 GOLDEN = Path(__file__).parents[1] / "golden"
 FIXTURES = [
     *("tiny/qwen3_moe_mixed", "tiny/olmoe", "tiny/mixtral_swa_tied", "tiny_mlx/qwen3_moe_q4"),
-    *("tiny/glm4_moe_groups", "tiny/qwen2_moe", "tiny/gpt_oss_mxfp4", "tiny/qwen3_next"),
+    *("tiny/glm4_moe_groups", "tiny/qwen2_moe", "tiny/gpt_oss_mxfp4", "tiny/qwen3_next", "tiny/deepseek_v3"),
+    "tiny/glm_moe_dsa_shared",
 ]
-NUM_EXPERTS, TOP_K = 8, 2  # of all fixtures but glm4_moe_groups, whose pools are no smaller than it needs
+NUM_EXPERTS, TOP_K = 8, 2  # of all fixtures but those in MORE_SLOTS, whose pools are no smaller than they need
+MORE_SLOTS = {"glm4_moe_groups": 4, "deepseek_v3": 4}
 REFERENCE = {"num_workers": 1, "num_threads": 1, "ctx": 128}
 VARIANTS: list[dict[str, Any]] = [  # the usage that one has learned is read at the start of the next
     {"num_workers": 2, "num_threads": 2, "ctx": 128, "slots": TOP_K},
@@ -39,7 +41,9 @@ CHUNKS = [1, 3, 7, None]
 
 def num_layers(fixture: Path) -> int:
     """Layers with experts."""
-    return {"qwen3_moe_mixed": 3, "qwen3_moe_q4": 2, "glm4_moe_groups": 2, "qwen2_moe": 3}.get(fixture.name, 4)
+    fewer = {"qwen3_moe_mixed": 3, "qwen3_moe_q4": 2, "glm4_moe_groups": 2, "qwen2_moe": 3, "deepseek_v3": 3}
+    fewer |= {"glm_moe_dsa_shared": 3}
+    return fewer.get(fixture.name, 4)
 
 
 def bits(logits: Floats) -> bytes:
@@ -72,8 +76,7 @@ def test_same_bits(model: tuple[Path, list[list[int]], list[Floats]], variant: i
     """Each variant of workers, threads, pool and reading gives the reference's bits."""
     fixture, prompts, expected = model
     settings = VARIANTS[variant] | {"num_workers": min(VARIANTS[variant]["num_workers"], num_layers(fixture))}
-    if fixture.name == "glm4_moe_groups":
-        settings["slots"] = max(settings["slots"], 4)
+    settings["slots"] = max(settings["slots"], MORE_SLOTS.get(fixture.name, 0))
     with Cluster.launch(fixture, **settings) as cluster:
         check(cluster, prompts, expected)
         check(cluster, prompts, expected)  # again with the pool as the first round left it

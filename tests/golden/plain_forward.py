@@ -13,8 +13,8 @@ from colibri_mp.checkpoint import Checkpoint, ExpertLayer, StoredMatrix, TensorI
 from colibri_mp.checkpoint.source import to_float32
 from colibri_mp.formats import Encoding
 from colibri_mp.models import DenseSpec, LayerSpec, ModelSpec, MoeSpec, RopeSpec, load_model
-from colibri_mp.models.structure import DeltaNetTensors
-from colibri_mp.specs import QK_EPS, ClampedSwiGLU, DeltaNetSpec
+from colibri_mp.models.structure import DeltaNetTensors, IndexerTensors, MlaTensors
+from colibri_mp.specs import QK_EPS, ClampedSwiGLU, DeltaNetSpec, IndexerSpec, MlaSpec
 
 Floats = NDArray[np.float64]
 Bytes = NDArray[np.uint8]
@@ -94,6 +94,7 @@ class PlainModel:
 
     refused = -np.inf
     unit_eps = QK_EPS
+    read: NDArray[np.bool_]  # what the last layer with an indexer has chosen
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -103,8 +104,8 @@ class PlainModel:
         """Logits [T, V] after each of the tokens `ids`."""
         x = self.matrix(self.model.embed)[ids]
         for layer in self.model.layers:
-            is_delta = isinstance(layer.attention, DeltaNetSpec)
-            x = x + (self.delta_net(layer, x) if is_delta else self.attention(layer, x))
+            mixers = {MlaSpec: self.latent, DeltaNetSpec: self.delta_net}
+            x = x + mixers.get(type(layer.attention), self.attention)(layer, x)
             hidden = self.norm(x, layer.mlp_norm)
             x = x + (self.moe(layer.mlp, hidden) if isinstance(layer.mlp, MoeSpec) else self.dense(layer.mlp, hidden))
         return self.norm(x, self.model.final_norm) @ self.matrix(self.model.head).T
@@ -121,14 +122,11 @@ class PlainModel:
         """The values of a bias or correction; 0 if there is none."""
         return np.zeros(1) if info is None else self.checkpoint.read_vector(info).astype(float)
 
-    def norm(self, x: Floats, weight: TensorInfo | None) -> Floats:
-        """RMS norm over the last axis."""
+    def norm(self, x: Floats, weight: TensorInfo | None, eps: float | None = None) -> Floats:
+        """RMS norm over the last axis; `eps`: another one than the model's."""
         assert weight is not None
-        return (
-            x
-            / np.sqrt((x * x).mean(axis=-1, keepdims=True) + self.model.norm_eps)
-            * self.checkpoint.read_vector(weight)
-        )
+        eps = self.model.norm_eps if eps is None else eps
+        return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * self.checkpoint.read_vector(weight)
 
     def rotate(self, heads: Floats) -> Floats:
         """Rotary embedding of [T, heads, head_dim] at positions 0, 1, ...; what is beyond the rotary width stays."""
@@ -216,6 +214,81 @@ class PlainModel:
         """What the normed heads give."""
         return heads * z * sigmoid(z)
 
+    def latent(self, layer: LayerSpec, x: Floats) -> Floats:
+        """The addend of latent attention to x [T, D], with keys and values unfolded as they were before they were projected down."""
+        spec, tensors = layer.attention, layer.tensors
+        x = self.norm(x, tensors.norm)
+        q_source = x
+        if tensors.q_a is not None:
+            q_source = self.norm(x @ self.matrix(tensors.q_a).T, tensors.q_a_norm, spec.lora_eps)
+        q = (q_source @ self.matrix(tensors.q).T).reshape(len(x), spec.num_heads, -1)
+        q_nope, q_rope = np.split(q, [spec.nope_dim], axis=-1)
+        latent, k_rope = np.split(x @ self.matrix(tensors.kv_a).T, [spec.kv_lora_rank], axis=-1)
+        latent, k_rope = self.norm(latent, tensors.kv_a_norm, spec.lora_eps), self.rope_key(spec, k_rope)
+        unfold_k, unfold_v = self.unfolding(spec, tensors)
+        scores = np.einsum("thd,hdl,sl->hts", q_nope, unfold_k, latent)
+        scores += np.einsum(
+            "thd,sd->hts", self.rotate_pairs(spec, q_rope), self.rotate_pairs(spec, k_rope[:, None])[:, 0]
+        )
+        if spec.indexer is not None and tensors.indexer is not None:
+            self.read = self.read_positions(spec.indexer, tensors.indexer, x, q_source)
+        visible = np.arange(len(x))[:, None] >= np.arange(len(x))
+        scores[:, ~(visible if spec.indexer is None else visible & self.read)] = -np.inf
+        mixed = np.einsum("hts,sl,hvl->thv", softmax(scores * spec.scale), latent, unfold_v, optimize=True)
+        return mixed.reshape(len(x), -1) @ self.matrix(tensors.o).T
+
+    def read_positions(
+        self, spec: IndexerSpec, tensors: IndexerTensors, x: Floats, q_source: Floats
+    ) -> NDArray[np.bool_]:
+        """Which positions each row reads [T, T]: those with the largest scores of the indexer, of equal ones the first."""
+        q = (q_source @ self.matrix(tensors.q).T).reshape(len(x), spec.num_heads, -1)
+        k = self.layer_norm(x @ self.matrix(tensors.k).T, tensors, spec.norm_eps)
+        q, k = self.turn_index(spec, q), self.turn_index(spec, k[:, None])[:, 0]
+        gates = x @ self.matrix(tensors.gates).T
+        scores = np.einsum("th,ths->ts", gates, self.index_activation(np.einsum("thd,sd->ths", q, k)))
+        scores[np.arange(len(x))[:, None] < np.arange(len(x))] = -np.inf
+        read = np.zeros(scores.shape, bool)
+        np.put_along_axis(read, np.argsort(-scores, axis=1, kind="stable")[:, : spec.top_k], True, axis=1)
+        return read
+
+    def layer_norm(self, keys: Floats, tensors: IndexerTensors, eps: float) -> Floats:
+        """Of the indexer's keys [T, head_dim]."""
+        centred = keys - keys.mean(axis=-1, keepdims=True)
+        normed = centred / np.sqrt((centred * centred).mean(axis=-1, keepdims=True) + eps)
+        return normed * self.vector(tensors.k_norm) + self.vector(tensors.k_bias)
+
+    def turn_index(self, spec: IndexerSpec, heads: Floats) -> Floats:
+        """Rotary embedding of the first elements of [T, heads, head_dim]."""
+        turned, rest = np.split(heads, [spec.rotary_dim], axis=-1)
+        if spec.interleaved:
+            turned = np.concatenate([turned[..., 0::2], turned[..., 1::2]], axis=-1)
+        return np.concatenate([self.rotate(turned), rest], axis=-1)
+
+    def index_activation(self, products: Floats) -> Floats:
+        """Of the products of a head's query and a key."""
+        return np.maximum(products, 0)
+
+    def rope_key(self, spec: MlaSpec, key: Floats) -> Floats:
+        """What becomes of the key that turns, [T, rope], before it turns: nothing."""
+        del spec
+        return key
+
+    def rotate_pairs(self, spec: MlaSpec, heads: Floats) -> Floats:
+        """Rotary embedding of [T, heads, rope]: pairs are neighbours if the spec says so."""
+        if spec.interleaved:
+            heads = np.concatenate([heads[..., 0::2], heads[..., 1::2]], axis=-1)
+        return self.rotate(heads)
+
+    def unfolding(self, spec: MlaSpec, tensors: MlaTensors) -> tuple[Floats, Floats]:
+        """From latents to keys [heads, nope, L] and to values [heads, v, L]."""
+        if tensors.kv_b is not None:
+            both = self.matrix(tensors.kv_b).reshape(spec.num_heads, -1, spec.kv_lora_rank)
+            return both[:, : spec.nope_dim], both[:, spec.nope_dim :]
+        assert tensors.embed_q is not None
+        assert tensors.unembed is not None
+        keys = self.matrix(tensors.embed_q).reshape(spec.num_heads, spec.kv_lora_rank, -1).transpose(0, 2, 1)
+        return keys, self.matrix(tensors.unembed).reshape(spec.num_heads, -1, spec.kv_lora_rank)
+
     def attention_weights(self, scores: Floats, sinks: TensorInfo | None) -> Floats:
         """Softmax of the scores [heads, T, S]; a head's sink takes part in it and is dropped."""
         if sinks is None:
@@ -243,10 +316,15 @@ class PlainModel:
         choice = scores + self.vector(spec.correction)
         groups = choice.reshape(len(choice), spec.router.num_groups, -1)
         if spec.router.kept_groups < spec.router.num_groups:
-            best = np.sort(groups, axis=-1)[..., -2:].sum(axis=-1)
+            best = self.group_scores(spec, groups)
             least = np.sort(best, axis=-1)[:, -spec.router.kept_groups, None]
             groups = np.where((best >= least)[..., None], groups, self.refused)
         return groups.reshape(choice.shape)
+
+    def group_scores(self, spec: MoeSpec, groups: Floats) -> Floats:
+        """What groups of experts [T, groups, size] are kept by."""
+        count = 2 if spec.router.scoring == "sigmoid" else 1
+        return np.sort(groups, axis=-1)[..., -count:].sum(axis=-1)
 
     def weights(self, scores: Floats, choice: Floats) -> Floats:
         """What an expert's weight is made from."""

@@ -18,7 +18,8 @@ from colibri_mp.checkpoint import Checkpoint, TensorInfo
 from colibri_mp.checkpoint.source import to_float32
 from colibri_mp.formats import Encoding
 from colibri_mp.models import AttentionSpec, AttentionTensors, LayerSpec, ModelSpec, MoeSpec
-from colibri_mp.specs import ClampedSwiGLU
+from colibri_mp.models.structure import IndexerTensors, MlaTensors
+from colibri_mp.specs import ClampedSwiGLU, IndexerSpec, MlaSpec
 
 GOLDEN = Path(__file__).parent
 
@@ -141,6 +142,195 @@ class GroupsByTheirBest(PlainModel):
 
     def choice(self, spec: MoeSpec, scores: Floats) -> Floats:
         return super().choice(replace(spec, router=replace(spec.router, num_groups=1, kept_groups=1)), scores)
+
+
+class LoraNormsWithTheModelsEps(Changed):
+    """The norms of q_a and kv_a have rms_norm_eps."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        return with_latent(model, lora_eps=model.norm_eps)
+
+
+class NoScoreFactor(Changed):
+    """yarn's mscale_all_dim does not scale the scores."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        spec = model.layers[0].attention
+        return with_latent(model, scale=(spec.nope_dim + spec.rope_dim) ** -0.5)
+
+
+class ScaledByTheNopePart(Changed):
+    """The scores are scaled by the width of the part that does not turn."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        spec = model.layers[0].attention
+        return with_latent(model, scale=spec.scale * (1 + spec.rope_dim / spec.nope_dim) ** 0.5)
+
+
+class PairsAreHalves(Changed):
+    """Rotary pairs are halves instead of neighbours."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        return with_latent(model, interleaved=False)
+
+
+def with_latent(model: ModelSpec, **changes: Any) -> ModelSpec:
+    """Changes to latent attention."""
+    layers = (replace(layer, attention=replace(layer.attention, **changes)) for layer in model.layers)
+    return replace(model, layers=tuple(layers))
+
+
+class NormedRopeKey(PlainModel):
+    """The key that turns is normed like the latent."""
+
+    def rope_key(self, spec: MlaSpec, key: Floats) -> Floats:
+        return key / np.sqrt((key * key).mean(axis=-1, keepdims=True) + spec.lora_eps)
+
+
+class PlainFrequencies(Changed):
+    """No yarn."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        return replace(model, rope=replace(model.rope, rope_type="default"))
+
+
+class ValuesBeforeKeys(PlainModel):
+    """kv_b's rows of a head are taken for values first."""
+
+    def unfolding(self, spec: MlaSpec, tensors: MlaTensors) -> tuple[Floats, Floats]:
+        assert tensors.kv_b is not None
+        both = self.matrix(tensors.kv_b).reshape(spec.num_heads, -1, spec.kv_lora_rank)
+        return both[:, spec.v_dim :], both[:, : spec.v_dim]
+
+
+class KeysOfAllHeadsFirst(PlainModel):
+    """kv_b's rows are taken for the keys of all heads, then the values of all."""
+
+    def unfolding(self, spec: MlaSpec, tensors: MlaTensors) -> tuple[Floats, Floats]:
+        assert tensors.kv_b is not None
+        keys, values = np.split(self.matrix(tensors.kv_b), [spec.num_heads * spec.nope_dim])
+        shape = (spec.num_heads, -1, spec.kv_lora_rank)
+        return keys.reshape(shape), values.reshape(shape)
+
+
+class GroupsByTheirTwoBest(PlainModel):
+    """Groups are kept by the sum of two scores, as noaux_tc does it."""
+
+    def group_scores(self, spec: MoeSpec, groups: Floats) -> Floats:
+        return np.sort(groups, axis=-1)[..., -2:].sum(axis=-1)
+
+
+class GroupsByTheirSingleBest(PlainModel):
+    """Groups are kept by their best score alone, as group_limited_greedy does it."""
+
+    def group_scores(self, spec: MoeSpec, groups: Floats) -> Floats:
+        return groups.max(axis=-1)
+
+
+class IndexerWithTheModelsEps(Changed):
+    """The layer norm of the indexer's keys has rms_norm_eps."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        return with_indexer(model, norm_eps=model.norm_eps)
+
+
+class IndexerPairsAreHalves(Changed):
+    """The indexer's rotary pairs are halves, as in DeepSeek-V3.2."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        return with_indexer(model, interleaved=False)
+
+
+class OneMorePosition(Changed):
+    """A row reads one position more than index_topk."""
+
+    def changed(self, model: ModelSpec) -> ModelSpec:
+        return with_indexer(model, top_k=model.layers[0].attention.indexer.top_k + 1)
+
+
+class ReadsEverything(PlainModel):
+    """The indexer is forgotten."""
+
+    def read_positions(
+        self, spec: IndexerSpec, tensors: IndexerTensors, x: Floats, q_source: Floats
+    ) -> NDArray[np.bool_]:
+        del spec, tensors, q_source
+        return np.ones((len(x), len(x)), bool)
+
+
+class EveryLayerKeepsTheFirstChoice(PlainModel):
+    """Layers with an indexer of their own take the first layer's choice too."""
+
+    def read_positions(
+        self, spec: IndexerSpec, tensors: IndexerTensors, x: Floats, q_source: Floats
+    ) -> NDArray[np.bool_]:
+        return self.read if hasattr(self, "read") else super().read_positions(spec, tensors, x, q_source)
+
+
+class SharedLayersTakeTheFirstChoice(PlainModel):
+    """Layers without an indexer take the choice of the first layer, not of the last one that chose."""
+
+    def latent(self, layer: LayerSpec, x: Floats) -> Floats:
+        if layer.tensors.indexer is None:
+            self.read = self.first
+        result = super().latent(layer, x)
+        self.first = getattr(self, "first", self.read)
+        return result
+
+
+class SharedLayersReadEverything(PlainModel):
+    """Layers without an indexer read all positions."""
+
+    def latent(self, layer: LayerSpec, x: Floats) -> Floats:
+        return super().latent(
+            replace(
+                layer, attention=replace(layer.attention, indexer=layer.tensors.indexer and layer.attention.indexer)
+            ),
+            x,
+        )
+
+
+class NoKeyNorm(PlainModel):
+    """The keys of the indexer are not normed."""
+
+    def layer_norm(self, keys: Floats, tensors: IndexerTensors, eps: float) -> Floats:
+        del tensors, eps
+        return keys
+
+
+class KeysWithoutBias(PlainModel):
+    """The bias of the layer norm is forgotten."""
+
+    def layer_norm(self, keys: Floats, tensors: IndexerTensors, eps: float) -> Floats:
+        return super().layer_norm(keys, tensors, eps) - self.vector(tensors.k_bias)
+
+
+class IndexerDoesNotTurn(PlainModel):
+    """The indexer knows no positions."""
+
+    def turn_index(self, spec: IndexerSpec, heads: Floats) -> Floats:
+        del spec
+        return heads
+
+
+class LastElementsTurn(PlainModel):
+    """The last elements of the indexer's heads turn instead of the first."""
+
+    def turn_index(self, spec: IndexerSpec, heads: Floats) -> Floats:
+        return np.roll(super().turn_index(spec, np.roll(heads, spec.rotary_dim, axis=-1)), -spec.rotary_dim, axis=-1)
+
+
+class NegativeProductsCount(PlainModel):
+    """The indexer's products are summed up without relu."""
+
+    def index_activation(self, products: Floats) -> Floats:
+        return products
+
+
+def with_indexer(model: ModelSpec, **changes: Any) -> ModelSpec:
+    """Changes to the indexer."""
+    spec = replace(model.layers[0].attention.indexer, **changes)
+    return with_latent(model, indexer=spec)
 
 
 class NoScaling(PlainModel):
@@ -433,6 +623,25 @@ MISTAKES: dict[str, tuple[type[PlainModel], ...]] = {
         NoScaling,
         NoShared,
     ),
+    "deepseek_v3": (
+        *(NormEps, LoraNormsWithTheModelsEps, NormedRopeKey, PairsAreHalves, NoScoreFactor, ScaledByTheNopePart),
+        *(PlainFrequencies, KeysOfAllHeadsFirst, RefusedAreZero, GroupsByTheirBest, GroupsByTheirSingleBest),
+        *(BiasedWeights, ChoiceWithoutCorrection, NoScaling, ScaledShared, NoShared, Renormalised),
+    ),
+    "glm_moe_dsa": (
+        *(LoraNormsWithTheModelsEps, NormedRopeKey, PairsAreHalves, BiasedWeights, NoScaling, NoShared),
+        *(IndexerWithTheModelsEps, IndexerPairsAreHalves, OneMorePosition, ReadsEverything, NoKeyNorm, KeysWithoutBias),
+        *(IndexerDoesNotTurn, LastElementsTurn, NegativeProductsCount, EveryLayerKeepsTheFirstChoice),
+    ),
+    "glm_moe_dsa_shared": (
+        *(SharedLayersTakeTheFirstChoice, SharedLayersReadEverything, EveryLayerKeepsTheFirstChoice, ReadsEverything),
+    ),
+    "deepseek_v2": (
+        *(NormEps, LoraNormsWithTheModelsEps, NormedRopeKey, PairsAreHalves, NoScoreFactor, NoYarnScaling),
+        *(PlainFrequencies, ValuesBeforeKeys, KeysOfAllHeadsFirst, GroupsByTheirBest, GroupsByTheirTwoBest),
+        *(NoScaling, ScaledShared, NoShared, Renormalised),
+    ),
+    "deepseek_v2_lite": (PairsAreHalves, NormedRopeKey, NoShared, Renormalised),
     "qwen2_moe": (
         *(NormEps, PairsTakeTurns, WindowTooWide, WindowTooNarrow, WindowsInTheOtherLayers),
         *(NoShared, UngatedShared, GateOfTheOutput, Renormalised),

@@ -1,6 +1,7 @@
 """scripts/make_synthetic_model.py: its checkpoints load, are reproducible, and hold sane numbers."""
 
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -9,10 +10,12 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+import xxhash
 from checkpoint_cases import fixture
 
 from colibri_mp.checkpoint import Checkpoint, ExpertLayer
 from colibri_mp.checkpoint.source import to_float32
+from colibri_mp.kernels.reference import unpack
 from colibri_mp.models import ModelSpec, MoeSpec, load_model
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_synthetic_model.py"
@@ -25,7 +28,9 @@ PINNED = "85743b3a7415c1a6620cd214db9ec11ae7a589c0e9dd5d024ae250b78485ac35"  # s
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run the script as a user does."""
-    return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, check=False, timeout=60)
+    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parent)}
+    command = [sys.executable, SCRIPT, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
 
 
 def make(out: Path, *arguments: str | Path) -> tuple[Checkpoint, ModelSpec]:
@@ -118,6 +123,23 @@ def test_weights_are_centred_and_scaled(tmp_path: Path) -> None:
         weights = values(checkpoint, model.expert_layers[1], projection)
         assert abs(weights.mean()) < 0.02 / cols**0.5
         assert weights.std() == pytest.approx(cols**-0.5, rel=0.05)
+
+
+def test_containers_hold_made_up_experts(tmp_path: Path) -> None:
+    """One read an expert, checksums that hold, other weights in each expert, and the deviations of the plain form."""
+    checkpoint, model = make(tmp_path / "m", "--container")
+    assert sorted(path.suffix for path in (tmp_path / "m").iterdir()) == [".json", *[".safetensors"] * 3]
+    layer = model.expert_layers[1]
+    assert layer.piece_bytes.tolist() == [layer.shape.slab_bytes]
+    slabs = [
+        checkpoint.read(int(layer.file_idx[expert, 0]), int(layer.offset[expert, 0]), layer.shape.slab_bytes)
+        for expert in range(layer.num_experts)
+    ]
+    assert layer.checksums is not None
+    assert [xxhash.xxh3_64_intdigest(slab.data) for slab in slabs] == layer.checksums.tolist()
+    gates = [unpack(layer.gate.format, 64, 128, slab[: layer.shape.up_offset]) for slab in slabs]
+    assert np.stack(gates).std() == pytest.approx(128**-0.5, rel=0.05)
+    assert abs(np.stack(gates).mean()) < 0.02 / 128**0.5
 
 
 def test_tokenizer_is_copied(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from colibri_mp.checkpoint import Checkpoint
 from colibri_mp.checkpoint.quantisation import read_quantisation
 from colibri_mp.errors import CheckpointError
 from colibri_mp.models import DenseSpec, ModelSpec, MoeSpec, load_model, supported_model_types
-from colibri_mp.specs import AttentionSpec, RopeSpec, RouterSpec
+from colibri_mp.specs import AttentionSpec, MlaSpec, RopeSpec, RouterSpec
 
 Config = dict[str, Any]
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
@@ -49,7 +50,8 @@ def test_every_fixture_loads(folder: Path) -> None:
     stored = sum(matrix.stored_bytes for matrix in model.resident_matrices())
     stored += sum(layer.stored_bytes * layer.num_experts for layer in model.expert_layers)
     small = sum(info.nbytes for info in model.resident_vectors())
-    kept = [info for info in checkpoint.tensors.values() if not info.name.startswith(("model.visual.", "mtp."))]
+    left_out = ("model.visual.", "mtp.", f"model.layers.{len(model.layers)}.")
+    kept = [info for info in checkpoint.tensors.values() if not info.name.startswith(left_out)]
     assert stored + small == sum(info.nbytes for info in kept)
     assert pickle.loads(pickle.dumps(model)).rope == model.rope
 
@@ -331,10 +333,69 @@ def test_stored_head_of_a_tied_model(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "lm_head.weight is ignored" in caplog.text
 
 
+def test_deepseek_v3() -> None:
+    """Latent attention with yarn's factor in its scale, pairs that are neighbours, groups of experts; a layer of predictors is left out."""
+    model = load(fixture("deepseek_v3"))
+    factor = 0.1 * math.log(40) + 1
+    spec = MlaSpec(64, 4, 32, 32, 16, 16, 24, scale=32**-0.5 * factor**2, norm_eps=1e-3)
+    assert {layer.attention for layer in model.layers} == {spec}
+    assert model.rope.rotary_dim == 16
+    assert model.rope.attention_scaling == 1.0
+    noaux = RouterSpec(16, 4, True, scoring="sigmoid", num_groups=4, kept_groups=2, scaling=2.5)
+    assert routers(model) == [None, noaux, noaux, noaux]
+    assert model.predictors == ()
+
+
+def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path: Path) -> None:
+    """The same tensors and settings give the same model."""
+    kimi, model = load(with_config("deepseek_v3", tmp_path, model_type="kimi_k2")), load(fixture("deepseek_v3"))
+    assert [layer.tensors for layer in kimi.layers] == [layer.tensors for layer in model.layers]
+    assert [layer.attention for layer in kimi.layers] == [layer.attention for layer in model.layers]
+    assert routers(kimi) == routers(model)
+
+
+def test_deepseek_v2() -> None:
+    """Groups of experts by their best softmax score, scaled and not renormalised; the smaller model has no query rank and no groups."""
+    model, lite = load(fixture("deepseek_v2")), load(fixture("deepseek_v2_lite"))
+    greedy = RouterSpec(16, 3, False, num_groups=4, kept_groups=2, scaling=4.0)
+    assert routers(model) == [None, greedy, greedy]
+    assert model.rope.attention_scaling != 1.0
+    assert lite.layers[0].attention == MlaSpec(64, 4, None, 32, 16, 16, 16, scale=32**-0.5, norm_eps=1e-6)
+    assert routers(lite) == [None, RouterSpec(8, 2, False)]
+    assert lite.layers[0].tensors.q_a is None
+
+
+def test_kv_b_in_halves_as_mlx_keeps_it() -> None:
+    """embed_q and unembed_out take kv_b's place, their heads one after the other."""
+    tensors = load(fixture("deepseek_v3_q4")).layers[0].tensors
+    assert tensors.kv_b is None
+    assert (tensors.embed_q.rows, tensors.embed_q.cols) == (4 * 64, 64)
+    assert (tensors.unembed.rows, tensors.unembed.cols) == (4 * 64, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "complaint"),
+    [
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias = True"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq = 2"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = 'greedy'"),
+        ("deepseek_v3", {"kv_lora_rank": 24}, "multiple of 16, not 24"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc'"),
+        ("deepseek_v2", {"num_experts_per_tok": 17}, "more than n_routed_experts = 16"),
+    ],
+)
+def test_what_latent_families_refuse(name: str, changes: Config, complaint: str, tmp_path: Path) -> None:
+    """Settings that are not implemented are named."""
+    with pytest.raises(CheckpointError, match=re.escape(complaint)):
+        load(with_config(name, tmp_path, **changes))
+
+
 def test_supported_types_have_a_fixture() -> None:
     """Each family is held against the reference by at least one golden checkpoint."""
     covered = {json.loads((path / "config.json").read_text())["model_type"] for path in FIXTURES}
-    assert covered == set(supported_model_types()) - {"qwen3_5_moe_text"}  # the same file, see `test_hybrid_models`
+    other_names = {"kimi_k2", "qwen3_5_moe_text"}  # `test_kimi_k2_is_deepseek_v3_by_another_name`, `test_hybrid_models`
+    assert covered == set(supported_model_types()) - other_names
 
 
 STATED = json.loads((fixture("qwen3_moe") / "config.json").read_text())
