@@ -10,9 +10,10 @@ from safetensors import deserialize
 
 GOLDEN = Path(__file__).parent / "golden" / "tiny"
 Tensors = dict[str, tuple[str, list[int], bytes]]
+Edit = Callable[[Tensors, int], None]
 
 
-def with_predictor(name: str, folder: Path, edit: Callable[[Tensors, int], None]) -> Path:
+def with_predictor(name: str, folder: Path, edit: Edit) -> Path:
     """A copy of a golden checkpoint whose last layer is there once more, as a predictor; `edit(tensors, layer)` adds the rest."""
     source, made = GOLDEN / name, folder / name
     made.mkdir()
