@@ -36,10 +36,12 @@ def _cpu(checkpoint: Checkpoint, model: ModelSpec, plan: Plan, config: LaunchCon
     return CpuBackend(team, lone_team, model, weights, limits, num_blocks, config.state_slots, rows)
 
 
-def _mlx(checkpoint: Checkpoint, model: ModelSpec, plan: Plan, _config: LaunchConfig, _stack: ExitStack) -> Backend:
+def _mlx(checkpoint: Checkpoint, model: ModelSpec, plan: Plan, config: LaunchConfig, _stack: ExitStack) -> Backend:
+    from colibri_mp.mlx_backend.mixer import Choice, Room
     from colibri_mp.mlx_backend.model import MlxModel
 
-    return MlxModel(checkpoint, model, plan.ctx_tokens, num_blocks_for(plan.kv_tokens))
+    room = Room(num_blocks_for(plan.kv_tokens), config.state_slots, Choice())
+    return MlxModel(checkpoint, model, plan.ctx_tokens, room)
 
 
 _MAKERS: dict[BackendName, Maker] = {"cpu": _cpu, "mlx": _mlx}

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from colibri_mp.errors import ConfigError
 from colibri_mp.formats import ExpertBits
+from colibri_mp.overlap import OverlapMode
 
 Lookahead = Literal["auto", "off", "measure", "advise", "on"]
 IoMode = Literal["buffered", "direct", "drop"]
@@ -169,6 +170,12 @@ class LaunchConfig:
         0, "experts predicted for each token (0: as many as the model uses)", least=0, most=64, metavar="N"
     )
     lookahead_distance: int = _setting(1, "layers that are looked ahead", least=1, most=4, metavar="N")
+    overlap: OverlapMode = _setting(
+        "auto",
+        "sessions that decode: two groups under way at once, so that one computes while the other waits for the disk (on), one "
+        "group for which each expert is read once (off), or what is found to be faster here (auto)",
+        choices=("auto", "off", "on"),
+    )
     trace: str = _setting("", "write the route trace, which `simulate` reads, to this file", metavar="FILE")
     step_timeout: float = _setting(
         120.0, "seconds after which a worker that does not answer is given up", least=0.1, metavar="S"

@@ -17,6 +17,8 @@ import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -35,20 +37,21 @@ from colibri_mp.checksums import with_checksums
 from colibri_mp.compiling import Stopping, compile_kernels
 from colibri_mp.config import LaunchConfig
 from colibri_mp.disks import ExpertMemory, choose_copies
+from colibri_mp.errors import ColibriError, WorkerDied, from_wire
 from colibri_mp.formats import Encoding
 from colibri_mp.kernels.attention_inputs import Batch
 from colibri_mp.limits import tightest_room
 from colibri_mp.lossy import lossy_options, with_lossy_options
-from colibri_mp.messages import Floats, Ints, PoolEvent, StepCounters
+from colibri_mp.messages import Failed, Floats, Ints, PoolEvent, Routed, StepCounters
 from colibri_mp.mixers import kinds
 from colibri_mp.models import load_model
-from colibri_mp.models.structure import LayerSpec, ModelSpec, MoeSpec
+from colibri_mp.models.structure import ModelSpec, MoeSpec
 from colibri_mp.phases import ATTENTION, COMPUTE, StepClock
 from colibri_mp.plan_terms import max_logit_rows
 from colibri_mp.planner import Plan, plan_now, split_slabs
 from colibri_mp.predicting import Predicting
 from colibri_mp.rundir import ClusterInfo, RunDir
-from colibri_mp.scheduler import Look, Rows
+from colibri_mp.scheduler import GroupEnded, GroupLook, Look, Rows
 from colibri_mp.shm.layout import LayerSlots, pool_bytes
 from colibri_mp.shm.policy import Eviction
 from colibri_mp.shm.segment import Segment, segment_name
@@ -63,6 +66,27 @@ from colibri_mp.workers.core import WorkerConfig
 
 _READY_TIMEOUT_S = 120.0
 _MOST_UNCOUNTED = 10_000
+
+
+@dataclass(eq=False)
+class Step:
+    """A forward pass under way. `x` float32 [T, D]: the residual stream of its rows, in `layer_idx`; `ids` [T, K]: what that layer's router
+    chose, valid until the backend's next call."""
+
+    number: int
+    started_s: float
+    rows: list[Rows]
+    batch: Batch
+    x: Floats
+    layer_idx: int = 0
+    ids: Ints = field(default_factory=lambda: np.empty((0, 0), np.int32))
+    num_choices: int = 0
+
+    def keep(self, left: list[Rows]) -> None:
+        """Go on with these of its parts."""
+        if left:
+            self.x, self.batch = self.x[rows_in(left, self.rows)], make_batch(left)
+        self.rows = left
 
 
 class Coordinator:
@@ -92,12 +116,14 @@ class Coordinator:
         self.kv: Blocks = backend.caches
         self.states: Slots = backend.states
         self._last_step = 0
+        self._current: Step | None = None  # whose times and predictions are being noted
         self._totals: defaultdict[int, Counter[str]] = defaultdict(Counter)  # by worker id
         # Counters by layer; added up when somebody asks, who may be the control thread, or now and then.
         self._uncounted: deque[tuple[int, StepCounters]] = deque()
         self._counting = threading.Lock()
         self._may_drop = model.router.top_p < 1
         self._continuing = frozenset(i for i, layer in enumerate(model.layers) if kinds.continues(layer))
+        self.can_be_grouped = self.can_be_joined and not self._continuing
         self.predicting = (
             Predicting(backend, self.compute_predictor, plan.prefill_chunk, self.max_logit_rows)
             if model.uses_predictor
@@ -168,69 +194,139 @@ class Coordinator:
             WorkerDied: the cluster cannot go on.
             ColibriError: this step failed; KV of its rows may be half written, their sequences are to be dropped.
         """
-        self._last_step = step = self._last_step + 1
-        clock = self.clock
-        started_s = clock.start_step()
-        self.trace.start_step(step, *count_rows(rows))
-        self.tiers.start_step(step, rows)
-        batch = make_batch(rows)
+        step = self._begin(rows)
+        while self._send_next(step, look):
+            self._take(step, self.supervisor.await_routed({step.number: step.layer_idx}, self._backend.expect))
+        logits = self._end(step)
+        if step.rows:
+            self.tiers.end_step(self.clock.step_s, len(step.x))
+        return logits
+
+    def forward_groups(self, groups: list[list[Rows]], look: GroupLook, ended: GroupEnded) -> None:
+        """Compute steps of several groups of rows at once; see `engine.Model.forward_groups`.
+
+        Raises:
+            Stopping, WorkerDied: as `forward`.
+        """
+        ready = deque((idx, self._begin(rows)) for idx, rows in enumerate(groups))
+        under_way: dict[int, tuple[int, Step]] = {}
+        while ready or under_way:
+            answer: Routed | Failed | None = None
+            if ready:
+                idx, step = ready.popleft()
+            else:
+                awaited = {number: step.layer_idx for number, (_, step) in under_way.items()}
+                answer = self.supervisor.await_routed(awaited, self._backend.expect)
+                idx, step = under_way.pop(answer.request_id if isinstance(answer, Failed) else answer.step)
+            outcome = self._go_on(step, answer, partial(look, idx))
+            if outcome is None:
+                under_way[step.number] = (idx, step)
+            else:
+                ready.extend((idx, self._begin(rows)) for rows in ended(idx, outcome))
+
+    @property
+    def fetch_wait_s(self) -> float:
+        """Seconds that steps have waited for experts to be read, since the start."""
+        return self.clock.fetch_wait_s
+
+    def _go_on(self, step: Step, answer: Routed | Failed | None, look: Look) -> Floats | ColibriError | None:
+        """Take an answer in, if there is one, and send for the next; what has come of the step, or None if it is under way."""
+        try:
+            if answer is not None:
+                self._take(step, answer)
+            return None if self._send_next(step, look) else self._end(step)
+        except WorkerDied:
+            raise
+        except ColibriError as error:
+            return error
+
+    def _begin(self, rows: list[Rows]) -> Step:
+        """A step before its first layer."""
+        self._last_step += 1
         tokens = np.array([t for part in rows for t in part.token_ids], np.int32)
-        x = self._backend.embed(tokens)
-        for layer_idx, layer in enumerate(self.model.layers[: self.model.depth]):
+        started_s = self.clock.start_step()
+        self._current = step = Step(self._last_step, started_s, rows, make_batch(rows), self._backend.embed(tokens))
+        self.trace.start_step(step.number, *count_rows(rows))
+        self.tiers.start_step(step.number, rows)
+        return step
+
+    def _resume(self, step: Step) -> None:
+        """The step goes on after another one, or without some of its rows."""
+        self._current = step
+        self.tiers.resume_step(step.number, step.rows)
+        self.clock.resume_step(step.started_s, min(step.layer_idx, self.model.depth - 1))
+
+    def _send_next(self, step: Step, look: Look) -> bool:
+        """Compute up to the next routed experts and send for them; False: the last layer is done, or nobody wants the step any more."""
+        while step.layer_idx < self.model.depth:
             if self._should_stop():
                 raise Stopping
-            if (left := self._look(look, layer_idx)) is not None:
+            if (left := self._look(look, step.layer_idx)) is not None:
+                step.keep(left)
                 if not left:
-                    return np.empty((0, self.vocab_size), np.float32)
-                x, rows, batch = x[rows_in(left, rows)], left, make_batch(left)
-            if left is not None or self._last_step != step:
-                self.tiers.resume_step(step, rows)
-                clock.resume_step(started_s)
-            clock.start_layer(layer_idx)
-            self._advance(step, x, layer, layer_idx, batch)
+                    return False
+            if left is not None or self._current is not step:
+                self._resume(step)
+            self.clock.start_layer(step.layer_idx)
+            if isinstance(self.model.layers[step.layer_idx].mlp, MoeSpec):
+                self._send(step)
+                return True
+            self._compute_dense(step)
+            step.layer_idx += 1
+        return False
+
+    def _compute_dense(self, step: Step) -> None:
+        """A layer without a router: x += mixer(norm(x)), x += mlp(norm(x)), in place."""
+        layer_idx, x = step.layer_idx, step.x
+        self._backend.mix(layer_idx, x, step.batch)
+        self.clock.lap(ATTENTION)
+        x += self._backend.resident_expert(layer_idx, self._backend.mlp_norm(layer_idx, x))
+        self.clock.lap(COMPUTE)
+
+    def _send(self, step: Step) -> None:
+        """x += mixer(norm(x)), in place; the batch for the experts goes to their owner."""
+        layer_idx, x = step.layer_idx, step.x
+        h, ids, weights = self._backend.mix_and_route(layer_idx, x, step.batch)
+        step.ids, step.num_choices = ids, int(np.count_nonzero(ids >= 0)) if self._may_drop else ids.size
+        self.clock.lap_block(self._backend.mixer_ended_s)
+        self.supervisor.send_route(step.number, layer_idx, h, ids, weights)
+        self._while_waiting(x, h, ids, layer_idx)
+
+    def _take(self, step: Step, answer: Routed | Failed) -> None:
+        """x += what the experts gave: the layer is done. Raises the error of a step that failed."""
+        if self._current is not step:
+            self._resume(step)
+        if isinstance(answer, Failed):
+            raise from_wire(answer.kind, answer.message)
+        layer_idx, counters = step.layer_idx, answer.counters
+        self.clock.lap_workers(counters, len(step.x), step.num_choices)
+        self.tiers.layer_ended(counters)
+        self._uncounted.append((layer_idx, counters))
+        step.x += answer.y
+        self.clock.end_layer()
+        self.trace.add_layer(layer_idx, step.ids, step.num_choices, counters, self.clock.layer_s)
+        step.layer_idx += 1
+
+    def _end(self, step: Step) -> Floats:
+        """Logits of the rows that want some, after the last layer; none where no row was left."""
+        if not step.rows:
+            return np.empty((0, self.vocab_size), np.float32)
+        if self._current is not step:
+            self._resume(step)
         if len(self._uncounted) > _MOST_UNCOUNTED:
             self._count()
-        clock.start_head()
-        wanted = logit_rows(rows)
+        self.clock.start_head()
+        wanted = logit_rows(step.rows)
         if self.predicting is not None:
-            self.predicting.note(rows, x)
-        logits = self._backend.head(x[wanted]) if wanted else np.empty((0, self.vocab_size), np.float32)
-        clock.end_step()
-        self.trace.end_step(clock.step_s)
-        self.tiers.end_step(clock.step_s, len(x))
+            self.predicting.note(step.rows, step.x)
+        logits = self._backend.head(step.x[wanted]) if wanted else np.empty((0, self.vocab_size), np.float32)
+        self.clock.end_step()
+        self.trace.end_step(self.clock.step_s)
         return logits
 
     def _look(self, look: Look, layer_idx: int) -> list[Rows] | None:
         """What `look` says before a layer; not where that layer goes on with what the last one has left for these very rows."""
         return None if layer_idx in self._continuing else look()
-
-    def _advance(self, step: int, x: Floats, layer: LayerSpec, layer_idx: int, batch: Batch) -> None:
-        """One layer: x += mixer(norm(x)), x += mlp(norm(x)), in place."""
-        clock, backend = self.clock, self._backend
-        if not isinstance(layer.mlp, MoeSpec):
-            backend.mix(layer_idx, x, batch)
-            clock.lap(ATTENTION)
-            x += backend.resident_expert(layer_idx, backend.mlp_norm(layer_idx, x))
-            clock.lap(COMPUTE)
-            return
-        h, ids, weights = backend.mix_and_route(layer_idx, x, batch)
-        clock.lap_block(backend.mixer_ended_s)
-        routed = self.supervisor.route(
-            step,
-            layer_idx,
-            h,
-            ids,
-            weights,
-            on_answer=self._backend.expect,
-            meanwhile=lambda: self._while_waiting(x, h, ids, layer_idx),
-        )
-        num_choices = int(np.count_nonzero(ids >= 0)) if self._may_drop else ids.size
-        clock.lap_workers(routed.counters, len(ids), num_choices)
-        self.tiers.layer_ended(routed.counters)
-        self._uncounted.append((layer_idx, routed.counters))
-        x += routed.y
-        clock.end_layer()
-        self.trace.add_layer(layer_idx, ids, num_choices, routed.counters, clock.layer_s)
 
     def _while_waiting(self, x: Floats, h: Floats, ids: Ints, layer_idx: int) -> None:
         """A worker computes: the time for what no result depends on, hints first, and for the shared expert."""
@@ -251,17 +347,13 @@ class Coordinator:
             x += backend.resident_expert(layer_idx, backend.mlp_norm(layer_idx, x))
             return
         h, ids, weights = backend.mix_and_route(layer_idx, x, make_batch(rows))
-        routed = self.supervisor.route(
-            self._last_step,
-            layer_idx,
-            h,
-            ids,
-            weights,
-            on_answer=backend.expect,
-            meanwhile=lambda: self._add_shared_expert(x, h, layer_idx),
-        )
-        self._uncounted.append((layer_idx, routed.counters))
-        x += routed.y
+        self.supervisor.send_route(self._last_step, layer_idx, h, ids, weights)
+        self._add_shared_expert(x, h, layer_idx)
+        answer = self.supervisor.await_routed({self._last_step: layer_idx}, backend.expect)
+        if isinstance(answer, Failed):
+            raise from_wire(answer.kind, answer.message)
+        self._uncounted.append((layer_idx, answer.counters))
+        x += answer.y
 
     def add_event(self, event: PoolEvent) -> None:
         """Something has happened to a pool beside the steps."""

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any, Protocol
 
 from colibri_mp.constraints import TokenMask
@@ -28,8 +29,9 @@ from colibri_mp.messages import (
     Score,
     Scores,
 )
+from colibri_mp.overlap import GROUP_STEPS, NUM_GROUPS, Overlap
 from colibri_mp.sampling import Sampler, resolve
-from colibri_mp.scheduler import Look, Rows, Scheduler, Sequence
+from colibri_mp.scheduler import GroupEnded, GroupLook, Look, Rows, Scheduler, Sequence
 from colibri_mp.stopping import StopStrings
 from colibri_mp.tokenizer import StreamDecoder, Tokenizer
 
@@ -44,9 +46,21 @@ class Model(Protocol):
     max_logit_rows: int
     can_be_joined: bool
     """Whether `look` may call `forward` for other rows."""
+    can_be_grouped: bool
+    """Whether steps of several groups may be under way at once: no layer goes on with what the one before has left for its rows."""
+
+    @property
+    def fetch_wait_s(self) -> float:
+        """Seconds that steps have waited for experts to be read, since the start."""
 
     def forward(self, rows: list[Rows], look: Look) -> Floats:
         """Logits float32 [R, V] of the last `num_logits` rows of each part that is left at the end, in order."""
+
+    def forward_groups(self, groups: list[list[Rows]], look: GroupLook, ended: GroupEnded) -> None:
+        """Steps of several groups of rows, under way at once, until `ended` gives none of them another one.
+
+        `ended` gets the logits as `forward` returns them, of the rows that `look` left last. One group's error is not the others'.
+        """
 
     def cache_counters(self) -> dict[str, float]:
         """Monotonic totals: hits, misses, bytes_read, disk_s."""
@@ -95,8 +109,10 @@ class Engine:
     def __init__(
         self, model: Model, scheduler: Scheduler, tokenizer: Tokenizer | None, defaults: dict[str, Any],
         eos_ids: frozenset[int], emit: Emit, max_waiting: int | None = None, drafting: Drafting | None = None,
+        overlap: Overlap | None = None,
     ) -> None:  # fmt: skip
-        """`max_waiting`: requests that may wait to be admitted; one more is refused. None: no limit. `drafting`: None is plain decoding."""
+        """`max_waiting`: requests that may wait to be admitted; one more is refused. None: no limit. `drafting`: None is plain decoding.
+        `overlap`: None is one group."""
         self.model = model
         self.scheduler = scheduler
         self.tokenizer = tokenizer
@@ -105,6 +121,7 @@ class Engine:
         self.max_waiting = max_waiting
         self.drafting = drafting
         self.num_refused = 0
+        self.overlap = overlap or Overlap()
         self._emit = emit
         self._waiting: set[Generation | Scoring] = set()  # those not admitted yet, or not noted as such
         self._requests: dict[tuple[bytes, int], Generation | Scoring] = {}
@@ -218,13 +235,25 @@ class Engine:
         started_s = time.perf_counter()
         if self.drafting is not None and not self.drafting.propose(self.scheduler.running):
             started_s = time.perf_counter()  # guesses that there are count as part of their step
-        self._rows = self.scheduler.schedule()
+        rows = self.scheduler.schedule()
         if self._waiting:
             self._note_starts()
-        if not self._rows:
+        if not rows:
             return
+        may_split = self._may_split(rows)
+        if may_split and self.overlap.is_on:
+            self._compute_groups(rows, listen)
+            return
+        waited_s = self.model.fetch_wait_s
+        self._compute(rows, started_s, listen)
+        if may_split:
+            self.overlap.note(time.perf_counter() - started_s, self.model.fetch_wait_s - waited_s, len(rows))
+
+    def _compute(self, rows: list[Rows], started_s: float, listen: Callable[[], None]) -> None:
+        """One step for all."""
+        self._rows = rows
         try:
-            logits = self.model.forward(self._rows, lambda: self._still_wanted(listen))
+            logits = self.model.forward(rows, lambda: self._still_wanted(listen))
         except ColibriError as error:
             self._step_failed(self._rows, error)
             return
@@ -233,6 +262,48 @@ class Engine:
         num_accepted = self._computed(rows, logits)
         if self.drafting is not None and not self._has_been_joined:
             self.drafting.step_ended(rows, step_s, num_accepted)
+
+    def _may_split(self, rows: list[Rows]) -> bool:
+        """Whether these are the next tokens of several sequences, nothing guessed, and nothing else is to be computed."""
+        has_all = len(rows) == len(self.scheduler.running) >= NUM_GROUPS
+        return has_all and self.drafting is None and self.model.can_be_grouped and all(part.count == 1 for part in rows)
+
+    def _compute_groups(self, rows: list[Rows], listen: Callable[[], None]) -> None:
+        """Some steps of each group, until there is something else to do: a request has come, a sequence has ended."""
+        groups = [rows[idx::NUM_GROUPS] for idx in range(NUM_GROUPS)]
+        num_left = [GROUP_STEPS] * NUM_GROUPS
+        self._rows, self._has_dropped, num_tokens = rows, False, self.num_tokens
+        started_s, waited_s = time.perf_counter(), self.model.fetch_wait_s
+
+        def look(idx: int) -> list[Rows] | None:
+            listen()
+            left = [part for part in groups[idx] if id(part.sequence) in self._owners]
+            if len(left) == len(groups[idx]):
+                return None
+            self.num_dropped_rows += len(groups[idx]) - len(left)
+            groups[idx] = left
+            return left
+
+        def ended(idx: int, outcome: Floats | ColibriError) -> list[list[Rows]]:
+            wanted = [id(part.sequence) in self._owners for part in groups[idx]]  # others may have been cancelled since
+            rows, groups[idx] = list(compress(groups[idx], wanted)), []
+            if isinstance(outcome, ColibriError):
+                self._step_failed(rows, outcome)
+                return []
+            self._computed(rows, outcome[wanted])
+            self.overlap.num_steps += 1
+            num_left[idx] -= 1
+            if not num_left[idx] or self._newcomers or self._has_dropped:
+                return []
+            groups[idx] = self.scheduler.schedule_again(rows)
+            return [groups[idx]]
+
+        self.model.forward_groups([*groups], look, ended)
+        self._rows = []
+        num_steps = (self.num_tokens - num_tokens) / len(rows)
+        if num_steps:
+            seconds, wait_s = time.perf_counter() - started_s, self.model.fetch_wait_s - waited_s
+            self.overlap.note(seconds, wait_s, len(rows), num_steps)
 
     def _computed(self, rows: list[Rows], logits: Floats) -> int:
         """Take in what a forward pass has given: the next tokens, logits that were asked for. Returns how many guesses were right."""

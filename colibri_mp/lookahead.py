@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from colibri_mp.backend import Predictor
 from colibri_mp.messages import Floats, Ints
+from colibri_mp.trial import Trial
 
 Form = Literal["residual", "input"]
 FORMS: tuple[Form, ...] = ("residual", "input")
@@ -27,8 +28,6 @@ MOST_ROWS = 16
 """Rows of a step beyond which nothing is predicted: together they ask for nearly everything, and the disk has no idle moment."""
 _TRIAL_PREDICTIONS = 32  # of each layer, before the better form is chosen and pairs that do not pay are left out
 _LEAST_RECALL = 0.2
-_CHANGE = 2.0  # times as many reads a step, or as few, are another situation than that of the last trial
-_FEW_READS = 0.5  # a step: differences below are chance
 
 Send = Callable[[int, int, Ints], None]
 """(step, layer, experts): hint the owner of a layer."""
@@ -49,66 +48,6 @@ class Score:
         return self.found / self.asked if self.asked else 0.0
 
 
-class Trial:
-    """Whether hints pay here: some decode steps with and without them in turn, then the quicker way for a long while.
-
-    A read that the page cache serves takes less time than the hint for it; one from a disk takes many times more. What the
-    machine has, and how much of it is left by others, is nothing to be guessed. The blocks of a trial are off, on, on, off, off,
-    on, on, off: a pool that gets warmer speaks for neither. A new trial begins early where steps read twice as much as in the last
-    one, or half.
-    """
-
-    def __init__(self, block: int = 16, rounds: int = 4, keep: int = 2048) -> None:
-        """Steps of a block, blocks of each kind in a trial, steps until the next trial."""
-        self._block, self._rounds, self._keep = block, rounds, keep
-        self.is_on = False
-        self.gain: float | None = None  # of the last trial: time without hints over time with them
-        self._reads = 0.0  # of a step, in the last trial
-        self._begin()
-
-    def note(self, seconds: float, num_rows: int, num_reads: int) -> None:
-        """A decode step took so long, for which so many experts had to be read, ahead of it or in it.
-
-        Steps of different numbers of rows cannot be compared: then a trial under way begins anew.
-        """
-        self._num_reads += num_reads
-        self._num_steps += 1
-        if self._kept:
-            self._look_for_change()
-            return
-        if num_rows != self._num_rows:
-            self._begin(num_rows)
-            return
-        self._seconds[self.is_on].append(seconds)
-        if self._num_steps % self._block == 0:
-            self.is_on = self._num_steps // self._block % 4 in (1, 2)
-            if self._num_steps == 2 * self._block * self._rounds:
-                self._decide()
-
-    def _begin(self, num_rows: int = 1) -> None:
-        self._kept, self._num_rows = 0, num_rows
-        self._num_reads = self._num_steps = 0
-        self._seconds: dict[bool, list[float]] = {False: [], True: []}
-        self.is_on = False
-
-    def _decide(self) -> None:
-        """Means, not medians: it is the rare long waits that hints are for."""
-        self.gain = sum(self._seconds[False]) / sum(self._seconds[True])
-        self.is_on, self._kept = self.gain > 1.0, self._keep
-        self._reads = self._num_reads / self._num_steps
-        self._num_reads = self._num_steps = 0
-
-    def _look_for_change(self) -> None:
-        """In the steps after a trial: whether it is time for another one."""
-        self._kept -= 1
-        if self._num_steps == 2 * self._block:
-            reads, self._num_reads, self._num_steps = self._num_reads / self._num_steps, 0, 0
-            if max(reads, self._reads) > _CHANGE * min(reads, self._reads) + _FEW_READS:
-                self._kept = 0
-        if not self._kept:
-            self._begin()
-
-
 class Lookahead:
     """Predictions for one model. `send` is None where they are only measured; `trial` decides from step to step, if there is one."""
 
@@ -122,20 +61,21 @@ class Lookahead:
         self.scores: dict[tuple[Form, int, int], Score] = {}  # by form, distance, target layer
         self._predict, self._has_router = predictor, has_router
         self._send, self._trial = send, trial
-        self._predicted: dict[int, list[tuple[Form, int, Ints]]] = {}  # by target layer, of this step
+        self._predicted: dict[tuple[int, int], list[tuple[Form, int, Ints]]] = {}  # by step and target layer
 
-    def start_step(self) -> None:
-        """What was predicted for the step before is of no use any more."""
-        self._predicted.clear()
+    def start_step(self, step: int) -> None:
+        """What was predicted for steps long over is of no use any more; the one before may still be under way."""
+        for old in [key for key in self._predicted if key[0] < step - 1]:
+            del self._predicted[old]
 
     def end_step(self, seconds: float, num_rows: int, num_reads: int) -> None:
         """A step without prefill took so long, and needed so many experts that were not in memory."""
         if self._trial is not None and num_rows <= MOST_ROWS:
             self._trial.note(seconds, num_rows, num_reads)
 
-    def check(self, layer: int, ids: Ints) -> None:
+    def check(self, step: int, layer: int, ids: Ints) -> None:
         """The true route of a layer, ids [T, K]: score what was predicted for it."""
-        predictions = self._predicted.pop(layer, None)
+        predictions = self._predicted.pop((step, layer), None)
         if predictions is None:
             return
         asked = set(ids.ravel().tolist()) - {-1}
@@ -159,7 +99,7 @@ class Lookahead:
             for form in (self.form,) if self.form else FORMS:
                 if self._pays(form, distance, target):
                     experts = _by_weight(*self._predict(target, layer if form == "input" else target, x))
-                    self._predicted.setdefault(target, []).append((form, distance, experts))
+                    self._predicted.setdefault((step, target), []).append((form, distance, experts))
                     if self._send is not None and form == (self.form or FORMS[0]):
                         self._send(step, target, experts)
 

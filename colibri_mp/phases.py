@@ -59,9 +59,10 @@ class StepClock:
         self._step_started = self._last = perf_counter()
         return self._step_started
 
-    def resume_step(self, started_s: float) -> None:
-        """A step that began at `started_s` goes on after another in its midst."""
+    def resume_step(self, started_s: float, layer: int) -> None:
+        """A step that began at `started_s` goes on, in `layer`, after another in its midst."""
         self._step_started = started_s
+        self._layer, self._row = layer, self._seconds[layer]
 
     def start_layer(self, layer: int) -> None:
         """A layer begins; the time since the last press belongs to none."""
@@ -85,11 +86,17 @@ class StepClock:
         self._last = now
 
     def lap_workers(self, counters: StepCounters, num_rows: int, num_choices: int) -> None:
-        """The workers' answer has come: `num_rows` tokens had chosen `num_choices` experts in all."""
+        """The workers' answer has come: `num_rows` tokens had chosen `num_choices` experts in all.
+
+        What they did while the coordinator computed for another step cost no time: it is not counted.
+        """
         now, row = perf_counter(), self._row
-        row[IPC] += now - self._last - counters.wait_s - counters.compute_s
-        row[FETCH_WAIT] += counters.wait_s
-        row[COMPUTE] += counters.compute_s
+        waited = now - self._last
+        compute_s = min(counters.compute_s, waited)
+        wait_s = min(counters.wait_s, waited - compute_s)
+        row[IPC] += waited - wait_s - compute_s
+        row[FETCH_WAIT] += wait_s
+        row[COMPUTE] += compute_s
         self._last = now
         self._unions[self._layer].add(num_rows, counters.asked)
         self._num_routed += num_rows
@@ -109,6 +116,11 @@ class StepClock:
         """The logits are there."""
         self.lap(HEAD)
         self.step_s = self._last - self._step_started
+
+    @property
+    def fetch_wait_s(self) -> float:
+        """Seconds that steps waited for reads, in all layers since the start."""
+        return sum(row[FETCH_WAIT] for row in self._seconds)
 
     # -- report --------------------------------------------------------------------------------------------------------
 

@@ -10,12 +10,14 @@ that does not fit yet lets later ones that do overtake it, `MOST_OVERTAKEN` at m
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TypeAlias
 
+from colibri_mp.errors import ColibriError
 from colibri_mp.kvcache import BlockAllocator
+from colibri_mp.messages import Floats
 from colibri_mp.prefix import PrefixSharing
 from colibri_mp.sequence_states import SequenceState, SequenceStates, StateRun
 
@@ -114,6 +116,12 @@ class Rows:
 Look: TypeAlias = Callable[[], list[Rows] | None]
 """Called between two layers of a step: the parts that are still wanted, None if it is all of them."""
 
+GroupLook: TypeAlias = Callable[[int], list[Rows] | None]
+"""The same for steps of several groups at once, with the index of the group."""
+
+GroupEnded: TypeAlias = Callable[[int, Floats | ColibriError], Iterable[list[Rows]]]
+"""Called when a step of a group has ended, with its logits or its error: the rows of that group's next step, if there is to be one."""
+
 
 class Scheduler:
     """Sequences waiting, and running with KV blocks in hand. While `admits` is false those that wait go on waiting.
@@ -201,6 +209,10 @@ class Scheduler:
                 rows.append(Rows(sequence, sequence.num_computed, sequence.num_pending))
                 left -= sequence.num_pending
         return [self.states.plan(part) for part in rows[: self.max_logits]]
+
+    def schedule_again(self, rows: list[Rows]) -> list[Rows]:
+        """The next token of the sequences of some rows that have just been computed."""
+        return [self.states.plan(Rows(part.sequence, part.sequence.num_computed, 1)) for part in rows]
 
     def _share(self, prompts: list[Sequence], left: int, logits_left: int) -> list[Rows]:
         """Equal shares of `left` rows for prompts, the shortest first, so that what these leave goes to the longer ones."""

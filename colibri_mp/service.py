@@ -53,6 +53,7 @@ from colibri_mp.messages import (
     Status,
 )
 from colibri_mp.monitor import Monitor
+from colibri_mp.overlap import Overlap
 from colibri_mp.pressure import Decision, Governor, Reading
 from colibri_mp.prompt_lookup import PromptLookup
 from colibri_mp.scheduler import Scheduler
@@ -159,6 +160,7 @@ class Service:
             self.control.emit,
             self._config.queue,
             self._drafting(),
+            Overlap(self._config.overlap),
         )
         self.coordinator.on_wait = self.control.flush
         self.sessions = SessionStore(
@@ -232,6 +234,7 @@ class Service:
                 "tokens": self.engine.num_tokens,
                 "joined_requests": self.engine.num_joined,
                 "dropped_rows": self.engine.num_dropped_rows,
+                "two_groups": self.engine.overlap.describe(),
             },
             "drafting": self.engine.drafting.describe() if self.engine.drafting is not None else None,
             "cache": {**cache, "hit_rate": cache["hits"] / asked if asked else 0.0},

@@ -14,7 +14,7 @@ import logging
 import multiprocessing
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
 
@@ -145,17 +145,11 @@ class Supervisor:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def route(
-        self, step: int, layer: int, x: Floats, ids: Ints, weights: Floats, on_answer: Callable[[], None],
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Routed:  # fmt: skip
-        """Have the owner of `layer` compute a batch; `on_answer` is called when the answer has come, before it is read.
-
-        `meanwhile` is called once the batch is on its way.
+    def send_route(self, step: int, layer: int, x: Floats, ids: Ints, weights: Floats) -> None:
+        """Have the owner of `layer` compute a batch; the arrays may be used again when its answer has come.
 
         Raises:
-            WorkerDied: its owner ended or stopped answering.
-            ColibriError: the step failed in the worker (its pool is intact, the next step works).
+            WorkerDied: its owner has ended.
         """
         if self._wanted_sizes:
             self._send_sizes()
@@ -163,17 +157,26 @@ class Supervisor:
         if not self._listener.send(worker.peer, Route(step, layer, x, ids, weights)):
             self.check_alive()
             raise WorkerDied(f"{worker.label} is not connected any more")
-        if meanwhile is not None:
-            meanwhile()
+
+    def await_routed(self, awaited: Mapping[int, int], on_answer: Callable[[], None]) -> Routed | Failed:
+        """The first answer to routes that were sent: `awaited` has the layer of each step under way.
+
+        `on_answer` is called when a message has come, before it is read. `Failed`: the step `request_id` failed in the worker, whose
+        pool is intact; the next step works.
+
+        Raises:
+            WorkerDied: an owner ended or stopped answering.
+        """
+        step, layer = next(iter(awaited.items()))
+        worker = self._by_layer[layer]
         deadline = time.monotonic() + self._step_timeout_s
-        while True:
-            match self._receive(deadline, worker, f"did not answer step {step}, layer {layer}, in time", on_answer):
-                case Routed() as routed if (routed.step, routed.layer) == (step, layer):
-                    return routed
-                case Failed(kind=kind, message=message):
-                    raise from_wire(kind, message)
-                case other:
-                    raise ProtocolError(f"{type(other).__name__} out of turn from {worker.label}")
+        match self._receive(deadline, worker, f"did not answer step {step}, layer {layer}, in time", on_answer):
+            case Routed() as routed if awaited.get(routed.step) == routed.layer:
+                return routed
+            case Failed() as failed if failed.request_id in awaited:
+                return failed
+            case other:
+                raise ProtocolError(f"{type(other).__name__} out of turn from a worker, perhaps {worker.label}")
 
     def hint(self, step: int, layer: int, experts: Ints) -> None:
         """Tell the owner of `layer` what it will probably need; nothing waits for it, and nothing fails if it is lost."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from colibri_mp.backend import Backend
 from colibri_mp.config import LaunchConfig
-from colibri_mp.lookahead import Lookahead, Trial
+from colibri_mp.lookahead import Lookahead
 from colibri_mp.messages import Floats, Ints, PoolReport, StepCounters, Wish
 from colibri_mp.models.structure import ModelSpec, MoeSpec
 from colibri_mp.planner import Plan
@@ -24,6 +24,7 @@ from colibri_mp.scheduler import Rows
 from colibri_mp.shm.policy import HALF_LIFE_TOKENS, Eviction
 from colibri_mp.shm.view import PoolView
 from colibri_mp.supervisor import Supervisor
+from colibri_mp.trial import Trial
 from colibri_mp.usage import LayerRoom, Usage, choose_swaps, preferred, prior_weights, usage_path
 
 _log = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class Tiers:
         self._num_tokens += len(rows)
         self._set_rows(rows)
         if self.lookahead is not None:
-            self.lookahead.start_step()
+            self.lookahead.start_step(step)
 
     def resume_step(self, step: int, rows: list[Rows]) -> None:
         """An interrupted step goes on, with these of its rows."""
@@ -125,7 +126,7 @@ class Tiers:
         """The batch of a layer is on its way: x [T, D] is the residual stream after attention, ids [T, K] the true route."""
         self.usage.note(layer, ids, self._is_prefill)
         if self.lookahead is not None:
-            self.lookahead.check(layer, ids)
+            self.lookahead.check(self._step, layer, ids)
             self.lookahead.predict(self._step, layer, x)
 
     def layer_ended(self, counters: StepCounters) -> None:

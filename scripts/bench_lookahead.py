@@ -2,10 +2,7 @@
 
     python scripts/bench_lookahead.py [MODEL] [--disk-mb-s 200] [--slots N] [--rounds 5]
 
-The disk is paced: a worker's reads come from wherever the system has them (the page cache, as a rule), and each is handed over
-when a disk of that speed, which serves one request after the other, would have had it. (A control group's throttle was tried
-first. It counts bytes in stretches of 20 to 100 ms: a token's reads pass at full speed until a stretch is used up.) Without
---disk-mb-s reads are direct and the disk is as it is.
+The disk is paced (`paced_disk`). Without --disk-mb-s reads are direct and the disk is as it is.
 
 One launch for each mode and round, greedy, the same tokens; ratios are of the same round. Says recall, what became of the reads
 ahead, and for which share of the time the disk was busy. JSON last. The coordinator runs in this process, the workers are spawned by it.
@@ -16,55 +13,25 @@ import json
 import os
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
+from paced_disk import disk_of, pace_this_worker
 
 from colibri_mp import rundir
 from colibri_mp.config import LaunchConfig
 from colibri_mp.coordinator import Coordinator
 from colibri_mp.scheduler import Rows, Sequence
-from colibri_mp.workers.copies import CopyRead, ExpertCopies
 
 PROMPT = [(7919 * i) % 1000 + 3 for i in range(16)]
-PACE = "COLIBRI_BENCH_BYTES_PER_S"
 MODES = ("off", "measure", "advise", "on", "auto")
 
 
-class PacedDisk:
-    """Serves one request after the other, at `bytes_per_s`."""
-
-    def __init__(self, bytes_per_s: int) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._lock = threading.Lock()
-        self._free_at = 0.0
-
-    def wait_for(self, nbytes: int) -> None:
-        """Return when a request that is made now would be done."""
-        with self._lock:
-            self._free_at = max(self._free_at, time.perf_counter()) + nbytes / self._bytes_per_s
-            done_at = self._free_at
-        time.sleep(max(0.0, done_at - time.perf_counter()))
-
-
-def pace_reads(bytes_per_s: int) -> None:
-    """Every read of an expert in this process takes as long as a `PacedDisk` needs for it."""
-    disk, read = PacedDisk(bytes_per_s), ExpertCopies.read
-
-    def paced(self: ExpertCopies, *args: Any) -> CopyRead:
-        found = read(self, *args)
-        disk.wait_for(found.nbytes)
-        return found
-
-    ExpertCopies.read = paced  # type: ignore[method-assign]
-
-
-if __name__ == "__mp_main__" and PACE in os.environ:  # a worker
-    pace_reads(int(os.environ[PACE]))
+if __name__ == "__mp_main__":  # a worker
+    pace_this_worker()
 
 
 @contextmanager
@@ -92,7 +59,7 @@ def decode(options: argparse.Namespace, mode: str) -> dict[str, Any]:
                 before = coordinator.cache_counters(), coordinator.tiers.describe()["reads_ahead"]
             started = time.perf_counter()
             part = Rows(sequence, sequence.num_computed, sequence.num_pending)
-            logits = coordinator.forward([part])
+            logits = coordinator.forward([part], lambda: None)
             sequence.num_computed += part.count
             sequence.token_ids.append(int(np.argmax(logits[-1])))
             seconds.append(time.perf_counter() - started)
@@ -136,11 +103,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--modes", nargs="+", default=["off", "on"], choices=MODES, help="the first is the base")
     options = parser.parse_args()
-    if options.disk_mb_s:
-        os.environ[PACE] = str(options.disk_mb_s * 10**6)
     rounds: list[dict[str, dict[str, Any]]] = []
     for _ in range(options.rounds):
-        found = {mode: decode(options, mode) for mode in options.modes}
+        with disk_of(options.disk_mb_s * 10**6):
+            found = {mode: decode(options, mode) for mode in options.modes}
         assert len({tuple(run["token_ids"]) for run in found.values()}) == 1, "the modes made different tokens"
         rounds.append(found)
         print("  ".join(f"{mode} {run['tok_s']:.2f} tok/s" for mode, run in found.items()), file=sys.stderr)

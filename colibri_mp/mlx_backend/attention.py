@@ -3,7 +3,7 @@
     q, k, v = projections of norm(x), with biases, norms and clipping; q and k turned
     keys and values of the rows go into the paged cache; for each sequence of the step:
         softmax(q K^T * scale, causal and windowed, with the heads' sinks) V
-    x + o(context)
+    x + o(context), which a gate may have multiplied
 
 A sequence's rows are taken some at a time, so that their scores stay below `SCORES_BYTES`.
 """
@@ -13,11 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colibri_mp.kernels.attention_inputs import Batch
-from colibri_mp.kernels.paged_cache import BLOCK_TOKENS
-from colibri_mp.mlx_backend.kv_cache import PagedArray, paged_bytes
-from colibri_mp.mlx_backend.matrices import Matrix
-from colibri_mp.mlx_backend.mixer import WeightReader
-from colibri_mp.mlx_backend.rows import Rope, Run, rms_norm, runs
+from colibri_mp.mlx_backend.kv_cache import PagedArray, SlotArray, paged_bytes
+from colibri_mp.mlx_backend.mixer import Room, WeightReader
+from colibri_mp.mlx_backend.rows import Rope, Run, blocks_of, rms_norm, runs
 from colibri_mp.models.structure import AttentionTensors
 from colibri_mp.specs import AttentionSpec
 
@@ -28,7 +26,7 @@ class Attention:
     """The attention block of a layer, with its weights and its keys and values."""
 
     def __init__(
-        self, reader: WeightReader, spec: AttentionSpec, tensors: AttentionTensors, rope: Rope, num_blocks: int
+        self, reader: WeightReader, spec: AttentionSpec, tensors: AttentionTensors, rope: Rope, room: Room
     ) -> None:
         self._spec, self._rope = spec, rope
         self._norm = reader.vector(tensors.norm)
@@ -38,30 +36,31 @@ class Attention:
         self._q_norm, self._k_norm = reader.optional(tensors.q_norm), reader.optional(tensors.k_norm)
         self._sinks = reader.optional(tensors.sinks)
         row = (spec.num_kv_heads, spec.head_dim)
-        self.paged: tuple[PagedArray, ...] = (PagedArray(num_blocks, row), PagedArray(num_blocks, row))
+        self.paged: tuple[PagedArray, ...] = (PagedArray(room.num_blocks, row), PagedArray(room.num_blocks, row))
+        self.states: tuple[SlotArray, ...] = ()
 
     def __call__(self, x: mx.array, batch: Batch) -> mx.array:
         """x [T, D] -> x + attention(norm(x)); stores keys and values in the cache."""
         spec, positions = self._spec, mx.array(batch.positions)
         h = rms_norm(x, self._norm, spec.norm_eps)
-        q = self._rope(self._project(h, self._q, self._q_bias, self._q_norm, spec.num_heads), positions)
-        k = self._rope(self._project(h, self._k, self._k_bias, self._k_norm, spec.num_kv_heads), positions)
-        v = self._project(h, self._v, self._v_bias, None, spec.num_kv_heads)
-        blocks = batch.block_table[batch.sequence_idx, batch.positions // BLOCK_TOKENS]
+        q_rows = _plus(self._q(h), self._q_bias)  # those of a gate follow
+        q = self._rope(self._heads(q_rows[:, : spec.q_width], self._q_norm), positions)
+        k = self._rope(self._heads(_plus(self._k(h), self._k_bias), self._k_norm), positions)
+        v = self._heads(_plus(self._v(h), self._v_bias), None)
+        blocks = blocks_of(batch)
         for cache, rows in zip(self.paged, (k, v), strict=True):
             cache.write(blocks, batch.positions, rows)
         context = mx.concatenate([self._attend(q[run.first : run.end], run, batch) for run in runs(batch)])
+        if spec.gated:
+            context = context * mx.sigmoid(q_rows[:, spec.q_width :])
         return x + _plus(self._o(context), self._o_bias)
 
-    def _project(
-        self, h: mx.array, matrix: Matrix, bias: mx.array | None, norm: mx.array | None, num_heads: int
-    ) -> mx.array:
-        """q, k or v of all rows, normed and clipped: [T, num_heads, head_dim]."""
+    def _heads(self, rows: mx.array, norm: mx.array | None) -> mx.array:
+        """q, k or v of all rows, normed and clipped: [T, heads, head_dim]."""
         spec = self._spec
-        rows = _plus(matrix(h), bias)
         if norm is not None and spec.qk_norm == "full":
             rows = rms_norm(rows, norm, spec.norm_eps)
-        heads = rows.reshape(len(h), num_heads, spec.head_dim)
+        heads = rows.reshape(len(rows), -1, spec.head_dim)
         if norm is not None and spec.qk_norm == "head":
             heads = rms_norm(heads, norm, spec.norm_eps)
         return heads if spec.clip_qkv is None else mx.clip(heads, -spec.clip_qkv, spec.clip_qkv)
@@ -107,7 +106,7 @@ def kv_bytes(spec: AttentionSpec, num_tokens: int) -> int:
 
 def scratch_bytes(spec: AttentionSpec, max_rows: int, max_context: int) -> int:
     """Bytes that a layer takes while it computes, at most: rows on their way, gathered keys and values, scores, masks."""
-    rows = 4 * max_rows * (3 * spec.hidden + 5 * spec.q_width + 4 * spec.kv_width)
+    rows = 4 * max_rows * (3 * spec.hidden + 6 * spec.q_width + 4 * spec.kv_width)
     one_row = 4 * spec.num_heads * max_context
     scores = max(one_row, min(SCORES_BYTES, one_row * max_rows))
     return rows + 4 * 2 * 2 * max_context * spec.kv_width + 3 * scores

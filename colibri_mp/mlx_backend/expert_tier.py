@@ -38,13 +38,14 @@ class Bank:
 
     def multiply(self, x: mx.array, rows: mx.array, slots: mx.array) -> mx.array:
         """x [T, 1, cols]; row i of the result [R, 1, rows] is x[rows[i]] W[slots[i]]^T."""
-        if not self._matrix.bits:
+        if not self._matrix.mode:
             weight = self._arrays[0].swapaxes(1, 2)
             return mx.gather_mm(x, weight, lhs_indices=rows, rhs_indices=slots)
-        weight, scales, biases = self._arrays
+        weight, scales = self._arrays[:2]
+        biases = self._arrays[2] if self._matrix.mode == "affine" else None
         return mx.gather_qmm(
             x, weight, scales, biases, lhs_indices=rows, rhs_indices=slots, transpose=True,
-            group_size=self._matrix.format.group_size, bits=self._matrix.bits,
+            group_size=self._matrix.format.group_size, bits=self._matrix.bits, mode=self._matrix.mode,
         )  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""Paged caches on the device: for each layer and each array that its mixer keeps, blocks of 16 positions in one `mx.array`.
+"""What is kept of positions and sequences on the device.
+
+Paged caches: for each layer and each thing that its mixer keeps, blocks of 16 positions in one `mx.array`.
 
 Keys and values are [num_blocks, 16, kv heads, head_dim]. A step scatters its rows in, which MLX does in place, and gathers the blocks
 of a sequence, which copies them: the table of blocks stays the caller's (`Batch.block_table`), as with the compiled kernels.
@@ -49,6 +51,60 @@ class PagedArray:
         """The inverse of `copy_block`."""
         self._blocks[block] = to_device(data.view(np.float32)).reshape(self._blocks.shape[1:])
         mx.eval(self._blocks)
+
+
+class SlotArray:
+    """Float32 arrays of one shape, one for each slot of recurrent states."""
+
+    def __init__(self, num_slots: int, shape: tuple[int, ...]) -> None:
+        self._slots = mx.zeros((num_slots, *shape))
+        mx.eval(self._slots)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot."""
+        return int(self._slots.nbytes // self._slots.shape[0])
+
+    def read(self, slot: int) -> mx.array:
+        """What a slot holds; zeros for a slot below 0."""
+        return self._slots[slot] if slot >= 0 else mx.zeros(self._slots.shape[1:])
+
+    def write(self, slot: int, values: mx.array) -> None:
+        """Put it there."""
+        self._slots[slot] = values
+
+    def copy_slot(self, slot: int) -> Bytes:
+        """The same, as uint8 [slot_bytes]."""
+        return np.array(to_host(self._slots[slot])).reshape(-1).view(np.uint8)
+
+    def set_slot(self, slot: int, data: Bytes) -> None:
+        """The inverse of `copy_slot`."""
+        self._slots[slot] = to_device(data.view(np.float32)).reshape(self._slots.shape[1:])
+        mx.eval(self._slots)
+
+
+class MlxSlots:
+    """The recurrent states of all layers as one, by slot. Implements `backend.Slots`; without recurrent layers there are no slots."""
+
+    def __init__(self, arrays: Sequence[SlotArray], num_slots: int) -> None:
+        self._arrays = tuple(arrays)
+        self.num_slots = num_slots if arrays else 0
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot, in all layers."""
+        return sum(array.slot_bytes for array in self._arrays)
+
+    def copy_slot(self, slot: int) -> Bytes:
+        """What a slot holds, uint8 [slot_bytes]."""
+        return np.concatenate([array.copy_slot(slot) for array in self._arrays])
+
+    def set_slot(self, slot: int, data: Bytes) -> None:
+        """The inverse of `copy_slot`."""
+        start = 0
+        for array in self._arrays:
+            array.set_slot(slot, data[start : start + array.slot_bytes].copy())
+            start += array.slot_bytes
 
 
 class MlxBlocks:

@@ -10,7 +10,7 @@ Activations are float32, and so is every product and sum: MLX widens nothing by 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -88,6 +88,50 @@ class Matrix:
             group_size=self.group_size, bits=self.bits, mode=self.mode, dtype=mx.float32,
         )  # fmt: skip
         return rows.astype(mx.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixStack:
+    """Matrices [S, rows, cols] of one `Matrix`, whose rows are theirs one after the other; a 16-bit one is widened whole for a product."""
+
+    whole: Matrix
+    num: int
+
+    def rows(self, first: int, end: int) -> "MatrixStack":
+        """Some rows of each: first ... end."""
+        cut = [None if part is None else self._apart(part)[:, first:end] for part in _arrays(self.whole)]
+        weight, scales, biases = (None if part is None else part.reshape(-1, part.shape[-1]) for part in cut)
+        assert weight is not None
+        mx.eval([part for part in (weight, scales, biases) if part is not None])
+        return MatrixStack(replace(self.whole, rows=len(weight), weight=weight, scales=scales, biases=biases), self.num)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x [S, n, cols] -> x W^T [S, n, rows]."""
+        return self._product(x, transpose=True)
+
+    def back(self, x: mx.array) -> mx.array:
+        """x [S, n, rows] -> x W [S, n, cols]."""
+        return self._product(x, transpose=False)
+
+    def _product(self, x: mx.array, *, transpose: bool) -> mx.array:
+        whole = self.whole
+        weight, scales, biases = (None if part is None else self._apart(part) for part in _arrays(whole))
+        assert weight is not None
+        if not whole.mode:
+            wide = weight.astype(mx.float32)
+            return x @ (wide.swapaxes(1, 2) if transpose else wide)
+        assert scales is not None
+        return mx.quantized_matmul(
+            x, weight, scales, biases, transpose=transpose,
+            group_size=whole.group_size, bits=whole.bits, mode=whole.mode,
+        )  # fmt: skip
+
+    def _apart(self, part: mx.array) -> mx.array:
+        return part.reshape(self.num, -1, part.shape[-1])
+
+
+def _arrays(matrix: Matrix) -> tuple[mx.array | None, mx.array | None, mx.array | None]:
+    return matrix.weight, matrix.scales, matrix.biases
 
 
 def load(stored: StoredMatrix, parts: Sequence[Bytes]) -> Matrix:

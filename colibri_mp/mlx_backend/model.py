@@ -16,14 +16,13 @@ from colibri_mp.checkpoint.safetensors_header import TensorInfo
 from colibri_mp.checkpoint.source import Checkpoint
 from colibri_mp.kernels.attention_inputs import Batch
 from colibri_mp.kernels.rope import rope_tables
-from colibri_mp.kernels.state_memory import StateMemory
 from colibri_mp.messages import Floats, Ints
 from colibri_mp.mlx_backend import device
 from colibri_mp.mlx_backend.activation import activate
 from colibri_mp.mlx_backend.device import to_device, to_host
-from colibri_mp.mlx_backend.kv_cache import MlxBlocks
+from colibri_mp.mlx_backend.kv_cache import MlxBlocks, MlxSlots
 from colibri_mp.mlx_backend.matrices import Matrix, load
-from colibri_mp.mlx_backend.mixer import Mixer
+from colibri_mp.mlx_backend.mixer import Mixer, Room
 from colibri_mp.mlx_backend.mixers import KINDS
 from colibri_mp.mlx_backend.router import Router, choose
 from colibri_mp.mlx_backend.rows import Rope, rms_norm
@@ -68,7 +67,7 @@ class PredictorParts:
 class MlxModel:
     """Weights, caches and computation. Implements `backend.Backend`; one thread calls it."""
 
-    def __init__(self, checkpoint: Checkpoint, model: ModelSpec, max_context: int, num_blocks: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, model: ModelSpec, max_context: int, room: Room) -> None:
         """Raises ReadError when a file cannot be read or has changed since its header was read."""
         device.prepare()
         self._model, self.description = model, f"backend mlx: {device.describe()}"
@@ -77,10 +76,11 @@ class MlxModel:
         self._embed = reader.matrix(model.embed)
         self._head = self._embed if model.tied else reader.matrix(model.head)
         self._final_norm = reader.vector(model.final_norm)
-        self._layers = [reader.layer(layer, rope, num_blocks) for layer in model.layers]
+        self._layers = [reader.layer(layer, rope, room) for layer in model.layers]
         self._predictor = None if model.predictor is None else reader.predictor(model.predictor)
-        self.caches = MlxBlocks([array for layer in self._layers for array in layer.mixer.paged], num_blocks)
-        self.states = StateMemory([])  # none of its mixers has any
+        self.caches = MlxBlocks([array for layer in self._layers for array in layer.mixer.paged], room.num_blocks)
+        states = [array for layer in self._layers for array in layer.mixer.states]
+        self.states = MlxSlots(states, room.num_state_slots)
         self._mixer_ended_s = 0.0
 
     def embed(self, token_ids: Ints) -> Floats:
@@ -185,9 +185,9 @@ class _Reader:
         """The same; None where there is none."""
         return None if info is None else self.vector(info)
 
-    def layer(self, spec: LayerSpec, rope: Rope, num_blocks: int) -> Layer:
+    def layer(self, spec: LayerSpec, rope: Rope, room: Room) -> Layer:
         """The resident part of a layer, with an empty cache."""
-        mixer = KINDS[type(spec.attention)].make(self, spec.attention, spec.tensors, rope, num_blocks)
+        mixer = KINDS[type(spec.attention)].make(self, spec.attention, spec.tensors, rope, room)
         return Layer(mixer, self.vector(spec.mlp_norm), self._router(spec), self._expert(spec))
 
     def predictor(self, spec: PredictorSpec) -> PredictorParts:

@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from colibri_mp.kernels.attention_inputs import Batch
+from colibri_mp.kernels.paged_cache import BLOCK_TOKENS
 from colibri_mp.kernels.rope import RopeTables
 from colibri_mp.mlx_backend.device import to_device
 
@@ -28,9 +30,23 @@ class Rope:
     def __call__(self, heads: mx.array, positions: mx.array) -> mx.array:
         """[T, heads, head_dim]: pairs (i, i + rotary_dim / 2) turned by the angle of their position [T]; the rest is left alone."""
         half = self._half
-        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
         first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
-        return mx.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+        return mx.concatenate([*self._turned(first, second, positions), rest], axis=-1)
+
+    def neighbours(self, heads: mx.array, positions: mx.array) -> mx.array:
+        """The same for pairs (2i, 2i + 1). Of the turned pairs the first elements come first, then the second ones, then the rest."""
+        width = 2 * self._half
+        first, second, rest = heads[..., 0:width:2], heads[..., 1:width:2], heads[..., width:]
+        return mx.concatenate([*self._turned(first, second, positions), rest], axis=-1)
+
+    def _turned(self, first: mx.array, second: mx.array, positions: mx.array) -> list[mx.array]:
+        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
+        return [first * cos - second * sin, second * cos + first * sin]
+
+
+def blocks_of(batch: Batch) -> NDArray[np.int32]:
+    """The block of each row's position [T]."""
+    return batch.block_table[batch.sequence_idx, batch.positions // BLOCK_TOKENS]
 
 
 class Run(NamedTuple):

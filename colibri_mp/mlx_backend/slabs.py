@@ -1,12 +1,13 @@
 """Slabs of the expert pools on their way to the device: from the kernels' packed form to MLX's rows.
 
-A slab is packed in blocks of 16 rows, a vector lane a row (`kernels.layout`); MLX wants the words of a row one after the other.
+A slab is packed in blocks of 16 rows, a vector lane a row (`kernels.layout`); MLX wants the codes of a row one after the other.
 So the way is a copy of the bytes and a transposition, made by the device itself:
 
-    format                        on the device                                              bytes a value
-    q4, q8 in groups of 32-128    the same codes, [rows, cols * bits / 32] words;            bits / 8 + 8 / group
-                                  scales and biases as float32
-    everything else               values as float32                                          4
+    format                                    on the device                                            bits a value
+    q2 ... q8 in groups of 32, 64 and 128     the same codes, scales and biases as float32             bits + 64 / group
+    fp4 with a byte a group (mxfp4, nvfp4)    as stored                                                4 + 8 / group
+    fp8 with a byte a group (mxfp8)           as stored                                                8.25
+    bf16, f16, f32, fp8 in tiles              values as float32                                        32
 """
 
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ from colibri_mp.mlx_backend.device import to_device
 from colibri_mp.mlx_backend.matrices import GROUP_SIZES
 
 Bytes = NDArray[np.uint8]
-_CODE_BITS: dict[str, int] = {"q4": 4, "q8": 8}
 _TYPES = {"bf16": mx.bfloat16, "f16": mx.float16, "f32": mx.float32}
+_FLOAT_MODES = {("fp4", "e8m0"): "mxfp4", ("fp4", "e4m3"): "nvfp4", ("fp8", "e8m0"): "mxfp8"}
 
 
 @dataclass(frozen=True)
@@ -36,60 +37,104 @@ class SlabMatrix:
     offset: int
 
     @property
+    def mode(self) -> str:
+        """How MLX calls what it is on the device; "": float32 values."""
+        if layout.uses_groups(self.format) and self.format.scale in _TYPES:
+            return "affine" if self.format.group_size in GROUP_SIZES else ""
+        return _FLOAT_MODES.get((self.format.kind, self.format.scale), "")
+
+    @property
     def bits(self) -> int:
-        """Bits of a code on the device; 0: float32 values."""
-        kind, group_size, scale = self.format
-        is_native = kind in _CODE_BITS and group_size in GROUP_SIZES and scale in _TYPES
-        return _CODE_BITS[kind] if is_native else 0
+        """Bits of a code on the device."""
+        return layout.code_bits(self.format)
 
     @property
     def device_bytes(self) -> int:
         """What it takes on the device."""
-        if not self.bits:
-            return 4 * self.rows * self.cols
-        return self.rows * (self.cols * self.bits // 8 + 8 * (self.cols // self.format.group_size))
+        return sum(dtype.size * rows * cols for (rows, cols), dtype in self.shapes())
 
     def shapes(self) -> list[tuple[tuple[int, int], mx.Dtype]]:
         """Shape and type of each array that `unpack` gives."""
-        if not self.bits:
+        if not self.mode:
             return [((self.rows, self.cols), mx.float32)]
-        groups = ((self.rows, self.cols // self.format.group_size), mx.float32)
-        return [((self.rows, self.cols * self.bits // 32), mx.uint32), groups, groups]
+        words, groups = (self.rows, self.cols * self.bits // 32), (self.rows, self.cols // self.format.group_size)
+        if self.mode == "affine":
+            return [(words, mx.uint32), (groups, mx.float32), (groups, mx.float32)]
+        return [(words, mx.uint32), (groups, mx.uint8)]
 
     def unpack(self, slab: Bytes) -> list[mx.array]:
-        """Words, scales and biases of quantised matrices, else the values. The slab may change once they have been evaluated."""
+        """Words of codes, scales and biases, or the values. The slab may change once they have been evaluated."""
         packed = slab[self.offset : self.offset + layout.packed_bytes(self.format, self.rows, self.cols)]
-        if self.bits:
-            return _grouped(self, packed)
-        if self.format.group_size or self.format.kind not in _TYPES:
-            return [to_device(reference.unpack(self.format, self.rows, self.cols, packed))]
-        elements = to_device(packed.view(np.uint16 if self.format.kind != "f32" else np.uint32))
-        columns = elements.view(_TYPES[self.format.kind]).reshape(layout.num_blocks(self.rows), -1, BLOCK_ROWS)
-        values = columns.astype(mx.float32).transpose(0, 2, 1).reshape(-1, columns.shape[1])
-        return [values[: self.rows, : self.cols]]
+        if self.mode:
+            found = _affine(self, packed) if self.mode == "affine" else _floats(self, packed)
+        elif self.format.kind in _TYPES:
+            found = [_elements(self, packed)]
+        else:
+            found = [to_device(reference.unpack(self.format, self.rows, self.cols, packed))]
+        return [array[: self.rows, : shape[1]] for array, (shape, _) in zip(found, self.shapes(), strict=True)]
 
 
-def _grouped(matrix: SlabMatrix, packed: Bytes) -> list[mx.array]:
-    rows, group = matrix.rows, matrix.format.group_size
-    sizes = layout.geometry(matrix.format, matrix.cols)
-    num_words = group * matrix.bits // 32
-    blocks = layout.num_blocks(rows)
-    records = to_device(packed.view(np.uint32)).reshape(blocks, sizes.num_steps, -1)
-    codes = records[:, :, : num_words * BLOCK_ROWS]
-    words = codes.reshape(blocks, -1, num_words, BLOCK_ROWS)
-    if matrix.bits == 8:
-        words = _in_order(words)
+def _elements(matrix: SlabMatrix, packed: Bytes) -> mx.array:
+    """Values of elements, padded in both directions."""
+    stored = to_device(packed.view(np.uint32 if matrix.format.kind == "f32" else np.uint16))
+    columns = stored.view(_TYPES[matrix.format.kind]).reshape(layout.num_blocks(matrix.rows), -1, BLOCK_ROWS)
+    return columns.astype(mx.float32).transpose(0, 2, 1).reshape(-1, columns.shape[1])
+
+
+def _affine(matrix: SlabMatrix, packed: Bytes) -> list[mx.array]:
+    """Words, scales and biases of q2 ... q8, rows padded to blocks."""
+    group, bits, blocks = matrix.format.group_size, matrix.bits, layout.num_blocks(matrix.rows)
+    num_words = group * bits // 32
+    records = to_device(packed.view(np.uint32)).reshape(blocks, matrix.cols // group, -1)
+    words = records[:, :, : num_words * BLOCK_ROWS].reshape(blocks, -1, num_words, BLOCK_ROWS)
+    if bits != 4:
+        words = _in_order(_units(words, bits))
     words = words.transpose(0, 3, 1, 2).reshape(blocks * BLOCK_ROWS, -1)
     factors = mx.contiguous(records[:, :, num_words * BLOCK_ROWS :]).view(_TYPES[matrix.format.scale])
     factors = factors.reshape(blocks, -1, 2, BLOCK_ROWS).transpose(2, 0, 3, 1).astype(mx.float32)
     scales, biases = factors.reshape(2, blocks * BLOCK_ROWS, -1)
-    return [words[:rows], scales[:rows], biases[:rows]]
+    return [words if bits in (4, 8) else _narrow(words, bits), scales, biases]
 
 
-def _in_order(words: mx.array) -> mx.array:
-    """Pairs of words [..., n, 16], the even and the odd ones of 8 columns, as two words of 4 columns each."""
-    pairs = words.reshape(*words.shape[:-2], -1, 2, BLOCK_ROWS)
+def _floats(matrix: SlabMatrix, packed: Bytes) -> list[mx.array]:
+    """Words and scales of FP4 and FP8 with a byte for each group, rows padded to blocks."""
+    cols, blocks = matrix.cols, layout.num_blocks(matrix.rows)
+    block = to_device(packed.reshape(blocks, -1))
+    end, num_groups = BLOCK_ROWS * cols * matrix.bits // 8, cols // matrix.format.group_size
+    codes, scales = block[:, :end], block[:, end : end + BLOCK_ROWS * num_groups]
+    if matrix.bits == 8:
+        codes = codes.reshape(blocks, cols // 2, BLOCK_ROWS, 2).transpose(0, 2, 1, 3)
+    else:
+        codes = codes.reshape(blocks, cols // 8, BLOCK_ROWS, 4).transpose(0, 2, 1, 3)
+    words = codes.reshape(blocks * BLOCK_ROWS, -1).view(mx.uint32)
+    return [words, scales.reshape(blocks, num_groups, BLOCK_ROWS).transpose(0, 2, 1).reshape(-1, num_groups)]
+
+
+def _units(words: mx.array, bits: int) -> mx.array:
+    """Words [..., n, 16] of a group as units: the codes of every second of 8 columns, a byte each (`layout`)."""
+    units, first, low = mx.array(0, mx.uint32), 0, 0
+    num_units = words.shape[-2] * 8 // bits
+    for width in layout.code_parts(bits):
+        part = words[..., first : first + num_units * width // 8, :]
+        mask = (2**width - 1) * 0x01010101
+        found = mx.stack([part >> width * j & mask for j in range(8 // width)], axis=-2)
+        units = units | found.reshape(*words.shape[:-2], num_units, BLOCK_ROWS) << low
+        first, low = first + num_units * width // 8, low + width
+    return units
+
+
+def _in_order(units: mx.array) -> mx.array:
+    """Pairs of units [..., n, 16], the even and the odd ones of 8 columns, as two words of 4 columns each."""
+    pairs = units.reshape(*units.shape[:-2], -1, 2, BLOCK_ROWS)
     even, odd = pairs[..., 0, :], pairs[..., 1, :]
     low = (even & 0xFF) | (odd & 0xFF) << 8 | (even & 0xFF00) << 8 | (odd & 0xFF00) << 16
     high = (even >> 16 & 0xFF) | (odd >> 16 & 0xFF) << 8 | (even >> 24) << 16 | (odd >> 24) << 24
-    return mx.stack([low, high], axis=-2).reshape(words.shape)
+    return mx.stack([low, high], axis=-2).reshape(units.shape)
+
+
+def _narrow(words: mx.array, bits: int) -> mx.array:
+    """Words [rows, cols / 4] of a byte a code as a stream of `bits` a code: 8 codes are `bits` bytes."""
+    codes = words.view(mx.uint8).reshape(len(words), -1, 8).astype(mx.uint64)
+    eight = (codes << mx.arange(8, dtype=mx.uint64) * bits).sum(axis=-1)
+    kept = eight.view(mx.uint8).reshape(*eight.shape, 8)[..., :bits]
+    return kept.reshape(len(words), -1).view(mx.uint32)

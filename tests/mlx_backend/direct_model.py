@@ -12,6 +12,7 @@ from colibri_mp.kernels.layout import pack
 from colibri_mp.kernels.team import aligned_bytes
 from colibri_mp.mlx_backend.expert_stage import MlxExpertStage
 from colibri_mp.mlx_backend.expert_tier import ExpertTier
+from colibri_mp.mlx_backend.mixer import Choice, Room
 from colibri_mp.mlx_backend.model import MlxModel
 from colibri_mp.models import load_model
 from colibri_mp.models.structure import MoeSpec
@@ -19,7 +20,7 @@ from colibri_mp.workers.copies import Copy, ExpertCopies
 from colibri_mp.workers.expert_files import aligned_buffer
 from colibri_mp.workers.expert_reader import ExpertReader
 
-MAX_ROWS, NUM_BLOCKS = 128, 24
+MAX_ROWS, NUM_BLOCKS, NUM_SLOTS = 128, 24, 4
 
 
 class DirectModel:
@@ -28,7 +29,7 @@ class DirectModel:
     def __init__(self, folder: Path) -> None:
         checkpoint = Checkpoint.open(folder)
         self.spec = load_model(checkpoint)
-        self.model = MlxModel(checkpoint, self.spec, MAX_ROWS, NUM_BLOCKS)
+        self.model = MlxModel(checkpoint, self.spec, MAX_ROWS, Room(NUM_BLOCKS, NUM_SLOTS, Choice()))
         reader = ExpertReader(ExpertCopies((Copy(checkpoint.files),)), self.spec.expert_layers, pack)
         scratch = aligned_buffer(reader.scratch_bytes)
         self._slabs, self._stages, self._addresses = [], {}, {}
@@ -51,7 +52,7 @@ class DirectModel:
         table = np.zeros((len(parts), max(len(blocks) for _, _, blocks in parts)), np.int32)
         for row, (_, _, blocks) in zip(table, parts, strict=True):
             row[: len(blocks)] = blocks
-        batch, model = Batch(positions, sequence, table), self.model
+        batch, model = Batch(positions, sequence, table, _state_runs(parts)), self.model
         x = model.embed(tokens)
         for idx, layer in enumerate(self.spec.layers):
             if not isinstance(layer.mlp, MoeSpec):
@@ -66,3 +67,13 @@ class DirectModel:
                 x += model.resident_expert(idx, h)
             x += y
         return np.array(model.head(x))
+
+
+def _state_runs(parts: Sequence[tuple[Sequence[int], int, Sequence[int]]]) -> NDArray[np.int32]:
+    """Each sequence's recurrent state is in the slot that its first block names, modulo their number."""
+    runs, first = [], 0
+    for ids, start, blocks in parts:
+        slot = blocks[0] % NUM_SLOTS
+        runs.append((first, len(ids), slot if start else -1, slot))
+        first += len(ids)
+    return np.array(runs, np.int32)

@@ -18,8 +18,12 @@ from colibri_mp.mlx_backend.slabs import SlabMatrix
 from colibri_mp.specs import ClampedSwiGLU
 
 ENCODINGS = [
-    *(Encoding("affine", bits, group, "bf16") for bits, group in ((4, 32), (4, 128), (3, 64), (8, 32), (6, 64))),
+    *(
+        Encoding("affine", bits, group, "bf16")
+        for bits, group in ((4, 32), (4, 128), (2, 32), (3, 64), (5, 32), (8, 32), (6, 64))
+    ),
     Encoding("affine", 4, 64, "f32"),
+    Encoding("fp8", 8, 128, "bf16"),
     Encoding("mxfp4", 4, 32, "u8"),
     Encoding("nvfp4", 4, 16, "u8"),
     Encoding("mxfp8", 8, 32, "u8"),
@@ -38,6 +42,9 @@ def random_parts(encoding: Encoding, rows: int, cols: int) -> list[np.ndarray]:
         case "affine":
             num_groups = rows * cols // encoding.group_size
             return [codes, *(_stored(rng.standard_normal(num_groups) / 16, encoding.scale) for _ in range(2))]
+        case "fp8":
+            codes[codes & 0x7F == 0x7F] = 0
+            return [codes, _stored(rng.uniform(0.5, 1.5, encoding.groups(rows, cols)).ravel(), encoding.scale)]
         case "nvfp4":
             return [codes, rng.integers(0, 64, sizes[1], dtype=np.uint8)]
     codes[codes & 0x7F == 0x7F] = 0  # no number in mxfp8
@@ -62,8 +69,10 @@ def test_slab_becomes_rows(encoding: Encoding) -> None:
     assert [(array.shape, array.dtype) for array in arrays] == matrix.shapes()
     assert sum(array.nbytes for array in arrays) == matrix.device_bytes
     values = arrays[0]
-    if matrix.bits:
-        values = mx.dequantize(*arrays, group_size=encoding.group_size, bits=matrix.bits)
+    assert bool(matrix.mode) == (encoding.kind in ("affine", "mxfp4", "nvfp4", "mxfp8"))
+    if matrix.mode:
+        settings = {"group_size": encoding.group_size, "bits": matrix.bits, "mode": matrix.mode}
+        values = mx.dequantize(*arrays, **settings, dtype=mx.float32)
     expected = reference.dequantise(encoding, rows, cols, parts)
     np.testing.assert_array_equal(np.array(values), expected)
 

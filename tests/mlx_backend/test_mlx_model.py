@@ -50,11 +50,28 @@ def test_blocks_can_be_moved(direct: DirectModel) -> None:
     np.testing.assert_array_equal(moved, expected)
 
 
+def test_states_are_by_slot() -> None:
+    """A recurrent state that is copied to another slot goes on as the first does, to the bit; another sequence does not disturb it."""
+    direct = DirectModel(GOLDEN / "tiny" / "qwen3_next")
+    direct.forward((TOKENS[:20], 0, [1, 2]), (TOKENS[30:47], 0, [4, 3]))
+    states = direct.model.states
+    data = states.copy_slot(1)
+    assert data.nbytes == states.slot_bytes
+    states.set_slot(2, np.frombuffer(data.tobytes(), np.uint8))
+    for block, copy in ((1, 6), (2, 7)):
+        direct.model.caches.set_block(copy, direct.model.caches.copy_block(block))
+    expected = direct.forward((TOKENS[20:24], 20, [1, 2]))
+    np.testing.assert_array_equal(direct.forward((TOKENS[20:24], 20, [6, 7])), expected)
+    whole = direct.forward((TOKENS[:24], 0, [1, 2]))
+    np.testing.assert_allclose(whole[20:], expected, rtol=0, atol=2e-5)
+
+
 SPECS = [
     RouterSpec(16, 4, True),
     RouterSpec(16, 4, False, top_p=0.6),
     RouterSpec(16, 4, True, scoring="sigmoid", scaling=2.5),
     RouterSpec(16, 3, True, scoring="sigmoid", num_groups=4, kept_groups=2),
+    RouterSpec(16, 3, False, num_groups=4, kept_groups=2),
 ]
 
 

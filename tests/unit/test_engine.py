@@ -10,7 +10,7 @@ import pytest
 
 from colibri_mp.constraints import TokenMask
 from colibri_mp.engine import Engine
-from colibri_mp.errors import ReadError, RequestError, WorkerDied
+from colibri_mp.errors import ColibriError, ReadError, RequestError, WorkerDied
 from colibri_mp.kvcache import BlockAllocator
 from colibri_mp.messages import (
     Constraint,
@@ -26,8 +26,9 @@ from colibri_mp.messages import (
     Score,
     Scores,
 )
+from colibri_mp.overlap import Overlap
 from colibri_mp.sampling import Scores as Weights
-from colibri_mp.scheduler import Look, Rows, Scheduler
+from colibri_mp.scheduler import GroupEnded, GroupLook, Look, Rows, Scheduler
 
 VOCAB = 50
 EOS = 49
@@ -40,7 +41,8 @@ class Counting:
     max_context = 40
     vocab_size = VOCAB
     max_logit_rows = 6
-    can_be_joined = True
+    can_be_joined = can_be_grouped = True
+    fetch_wait_s = 0.0
 
     def __init__(self) -> None:
         self.steps: list[list[int]] = []
@@ -55,6 +57,26 @@ class Counting:
             if (left := look()) is not None:
                 rows = left
             self.num_layers_of_rows += sum(part.count for part in rows)
+        return self._logits(rows)
+
+    def forward_groups(self, groups: list[list[Rows]], look: GroupLook, ended: GroupEnded) -> None:
+        """A layer of one, a layer of the other."""
+        under_way = {idx: (rows, 0) for idx, rows in enumerate(groups)}
+        while under_way:
+            for idx, (rows, layer) in list(under_way.items()):
+                if layer == 0:
+                    self.steps.append([part.count for part in rows])
+                left = look(idx)
+                kept = rows if left is None else left
+                under_way[idx] = (kept, layer + 1)
+                self.num_layers_of_rows += len(kept)
+                if layer + 1 == NUM_LAYERS or not kept:
+                    del under_way[idx]
+                    error = self.error if idx == 1 and isinstance(self.error, ColibriError) else None
+                    for following in ended(idx, error or self._logits(kept)):
+                        under_way[idx] = (following, 0)
+
+    def _logits(self, rows: list[Rows]) -> Floats:
         picked = [t for part in rows for t in part.token_ids[len(part.token_ids) - part.num_logits :]]
         logits = np.zeros((len(picked), VOCAB), np.float32)
         logits[np.arange(len(picked)), [(t + 1) % VOCAB for t in picked]] = 1.0
@@ -67,7 +89,9 @@ class Counting:
 class Bench:
     """An engine, its model and what it has emitted for each client."""
 
-    def __init__(self, num_blocks: int = 40, max_rows: int = 8, max_waiting: int | None = None) -> None:
+    def __init__(
+        self, num_blocks: int = 40, max_rows: int = 8, max_waiting: int | None = None, overlap: Overlap | None = None
+    ) -> None:
         self.model = Counting()
         self.sent: defaultdict[bytes, list[Message]] = defaultdict(list)
         scheduler = Scheduler(BlockAllocator(num_blocks, 4), max_rows)
@@ -79,6 +103,7 @@ class Bench:
             frozenset({EOS}),
             lambda client, m: self.sent[client].append(m),
             max_waiting,
+            overlap=overlap,
         )
 
     def run(self) -> None:
@@ -531,3 +556,99 @@ def test_cancel_while_waiting() -> None:
     bench.engine.cancel(b"b", 1)
     assert (bench.engine.num_waiting, finish_reason(bench.last(b"b"))) == (0, "cancelled")
     bench.run()
+
+
+# -- two groups --------------------------------------------------------------------------------------------------------
+
+
+def grouped_bench(num_sessions: int, max_tokens: int = 12) -> Bench:
+    """Sessions with a token each, of which two groups are made."""
+    bench = Bench(num_blocks=80, overlap=Overlap("on"))
+    for idx in range(num_sessions):
+        bench.engine.submit(b"%d" % idx, ask([idx], max_tokens))
+    return bench
+
+
+@pytest.mark.parametrize("num_sessions", [1, 2, 5])
+def test_two_groups_give_what_one_gives(num_sessions: int) -> None:
+    """Every session gets its tokens; steps are of halves; a session alone is in no group."""
+    bench = grouped_bench(num_sessions)
+    bench.run()
+    for idx in range(num_sessions):
+        assert bench.tokens(b"%d" % idx) == [idx + 1 + n for n in range(12)]
+    half = num_sessions // 2
+    assert bench.engine.overlap.num_steps == (24 if half else 0)
+    assert sorted(map(len, bench.model.steps[:2])) == ([half, num_sessions - half] if half else [1, 1])
+    assert bench.engine.num_tokens == sum(map(len, bench.model.steps))
+
+
+def test_sessions_of_two_groups_can_leave_at_any_time() -> None:
+    """Cancelled between two layers of either group: no row of it is computed further, and nobody else notices."""
+    bench = grouped_bench(4)
+    num_looks = itertools.count()
+    bench.engine.step(lambda: bench.engine.cancel(b"2", 1) if next(num_looks) == 13 else None)
+    bench.run()
+    assert finish_reason(bench.last(b"2")) == "cancelled"
+    assert 0 < len(bench.tokens(b"2")) < 12
+    for idx in (0, 1, 3):
+        assert bench.tokens(b"%d" % idx) == [idx + 1 + n for n in range(12)]
+
+
+def test_an_error_of_one_group_is_not_the_others() -> None:
+    """The second group's step fails: its requests get the error, the first group's their answers."""
+    bench = grouped_bench(4)
+    bench.model.error = ReadError("disk on fire")
+    bench.engine.step()
+    bench.model.error = None
+    bench.run()
+    for idx in (1, 3):
+        assert bench.last(b"%d" % idx) == Failed(1, "read", "disk on fire")
+    for idx in (0, 2):
+        assert bench.tokens(b"%d" % idx) == [idx + 1 + n for n in range(12)]
+
+
+def test_a_request_that_comes_as_another_ends() -> None:
+    """As many requests as before, but not the same: the one that ended is in no further step."""
+    bench = Bench(num_blocks=80, overlap=Overlap("on"))
+    for idx in range(4):
+        bench.engine.submit(b"%d" % idx, ask([idx], max_tokens=5 if idx else 1))
+    submitted = []
+
+    def listen() -> None:
+        if not submitted:
+            submitted.append(bench.engine.submit(b"new", ask([20])))
+
+    bench.engine.step(listen)
+    assert bench.model.steps == [[1, 1], [1, 1]]
+    bench.run()
+    assert [bench.tokens(client) for client in (b"0", b"2", b"new")] == [[1], [3, 4, 5, 6, 7], [21, 22, 23, 24, 25]]
+
+
+def test_a_request_ends_the_groups() -> None:
+    """One that comes meanwhile is scheduled as soon as the steps under way have ended."""
+    bench = grouped_bench(2, max_tokens=30)
+    submitted = []
+
+    def listen() -> None:
+        if not submitted:
+            submitted.append(bench.engine.submit(b"new", ask([20])))
+
+    bench.engine.step(listen)
+    assert bench.model.steps == [[1], [1]]
+    bench.engine.step()
+    assert sorted(map(len, bench.model.steps[2:4])) == [1, 2]
+    bench.run()
+    assert bench.tokens(b"new") == [21, 22, 23, 24, 25]
+
+
+def test_groups_are_tried_only_where_steps_wait_for_reads() -> None:
+    """Without waits never; with waits some steps are tried, and the quicker way is kept."""
+    overlap = Overlap("auto")
+    for _ in range(100):
+        overlap.note(1.0, 0.01, 4)
+        assert not overlap.is_on
+    while not overlap.is_on:
+        overlap.note(1.0, 0.5, 4)
+    while overlap.describe()["gain"] is None:
+        overlap.note(*((0.8, 0.0) if overlap.is_on else (1.0, 0.5)), 4)
+    assert (overlap.is_on, overlap.describe()["gain"]) == (True, pytest.approx(1.25))

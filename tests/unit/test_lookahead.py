@@ -10,9 +10,10 @@ from attention_cases import F32, random_matrix
 
 from colibri_mp.kernels.router import RouterStage, RouterWeights
 from colibri_mp.kernels.team import ThreadTeam
-from colibri_mp.lookahead import MOST_ROWS, Lookahead, Trial
+from colibri_mp.lookahead import MOST_ROWS, Lookahead
 from colibri_mp.resident import ResidentLayer
 from colibri_mp.specs import RouterSpec
+from colibri_mp.trial import Trial
 
 HIDDEN, NUM_EXPERTS, NUM_LAYERS = 32, 12, 4
 
@@ -96,7 +97,7 @@ def test_nothing_for_dense_layers_many_rows_or_a_measurement(sent: list[tuple[in
     measured = make(sent, measured=True)
     measured.predict(0, 0, x[:1])
     assert not sent
-    measured.check(1, np.array([expected(1, 1, x, 3)], np.int32))
+    measured.check(0, 1, np.array([expected(1, 1, x, 3)], np.int32))
     assert measured.recall("residual").recall == 1.0
 
 
@@ -116,12 +117,12 @@ def test_recall_counts_what_was_asked_for() -> None:
     lookahead.predict(0, 0, x)
     first = expected(1, 1, x, 3)
     others = [e for e in range(NUM_EXPERTS) if e not in first]
-    lookahead.check(1, np.array([[first[0], others[0], -1]], np.int32))
+    lookahead.check(0, 1, np.array([[first[0], others[0], -1]], np.int32))
     score = lookahead.recall("residual")
     assert (score.count, score.predicted, score.asked, score.found) == (1, 3, 2, 1)
     lookahead.predict(0, 0, x)
-    lookahead.start_step()
-    lookahead.check(1, np.array([first], np.int32))
+    lookahead.start_step(2)
+    lookahead.check(0, 1, np.array([first], np.int32))
     assert lookahead.recall("residual").count == 1
 
 
@@ -131,7 +132,7 @@ def test_the_better_form_stays_and_useless_pairs_are_left_out(sent: list[tuple[i
     lookahead = make(sent)
     for step in range(40):
         x = rng.standard_normal((1, HIDDEN)).astype(np.float32)
-        lookahead.start_step()
+        lookahead.start_step(step)
         for layer in range(NUM_LAYERS):
             target = layer + 1
             right = expected(target, layer, x, 3) if target < NUM_LAYERS else []
@@ -142,7 +143,7 @@ def test_the_better_form_stays_and_useless_pairs_are_left_out(sent: list[tuple[i
             )
             lookahead.predict(step, layer, x)
             if right:
-                lookahead.check(target, np.array([wrong[:3] if target == 2 else right], np.int32))
+                lookahead.check(step, target, np.array([wrong[:3] if target == 2 else right], np.int32))
     assert lookahead.form == "input"
     counts = {key: score.count for key, score in lookahead.scores.items()}
     assert counts["input", 1, 1] == 40 > counts["residual", 1, 1] == 32
