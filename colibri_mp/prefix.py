@@ -91,13 +91,15 @@ class PrefixSharing:
         sequence.num_published = num_full
 
     def describe(self) -> dict[str, Any]:
-        """What `status` says: tokens of prompts that could have been shared and that were, blocks cached and evicted so far."""
+        """What `status` says: tokens of prompts that could be shared and were; blocks and states cached, and evicted so far."""
         return {
             "enabled": self.keys is not None,
             "asked_tokens": self.num_asked_tokens,
             "hit_tokens": self.num_taken_tokens,
             "cached_blocks": self._allocator.num_cached,
             "evicted_blocks": self._allocator.num_evicted,
+            "kept_states": self._states.slots.num_kept,
+            "evicted_states": self._states.slots.num_evicted,
         }
 
     def _takeable(self, sequence: "Sequence") -> list[bytes]:

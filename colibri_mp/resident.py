@@ -15,10 +15,11 @@ from colibri_mp.checkpoint.safetensors_header import TensorInfo
 from colibri_mp.checkpoint.source import Bytes, Checkpoint
 from colibri_mp.kernels.layout import PackedMatrix, gather_rows, pack, packed_bytes
 from colibri_mp.kernels.router import RouterWeights
-from colibri_mp.kernels.team import aligned_bytes
+from colibri_mp.kernels.team import Arena
 from colibri_mp.messages import Floats
 from colibri_mp.mixers.kinds import kind_of
 from colibri_mp.models.structure import DenseSpec, LayerSpec, ModelSpec, MoeSpec, PredictorSpec
+from colibri_mp.plan_terms import resident_bytes
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def load_resident(checkpoint: Checkpoint, model: ModelSpec) -> ResidentWeights:
     Raises:
         ReadError: a file cannot be read or has changed since its header was read.
     """
-    loader = _Loader(checkpoint)
+    loader = _Loader(checkpoint, Arena(resident_bytes(model)))
     embed = loader.matrix(model.embed)
     return ResidentWeights(
         embed=embed,
@@ -76,8 +77,8 @@ def load_resident(checkpoint: Checkpoint, model: ModelSpec) -> ResidentWeights:
 
 
 class _Loader:
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, checkpoint: Checkpoint, arena: Arena) -> None:
+        self._checkpoint, self._arena = checkpoint, arena
 
     def layer(self, spec: LayerSpec) -> ResidentLayer:
         return ResidentLayer(
@@ -103,7 +104,7 @@ class _Loader:
 
     def matrix(self, stored: StoredMatrix) -> PackedMatrix:
         """A matrix in the kernels' form."""
-        packed = aligned_bytes(packed_bytes(stored.encoding.format, stored.rows, stored.cols))
+        packed = self._arena.take(packed_bytes(stored.encoding.format, stored.rows, stored.cols))
         self._pack(stored, packed)
         return PackedMatrix(stored.encoding.format, stored.rows, stored.cols, packed)
 
@@ -112,7 +113,7 @@ class _Loader:
 
     def _expert(self, spec: DenseSpec) -> Bytes:
         shape = spec.shape
-        slab = aligned_bytes(shape.slab_bytes)
+        slab = self._arena.take(shape.slab_bytes)
         for stored, offset in (
             (spec.gate, shape.gate_offset),
             (spec.up, shape.up_offset),

@@ -22,7 +22,7 @@ from colibri_mp.kernels.delta_net import DeltaNetStage, DeltaNetWeights, DeltaSt
 from colibri_mp.kernels.kv_cache import KVCache, num_blocks_for
 from colibri_mp.kernels.layout import PackedMatrix
 from colibri_mp.kernels.rope import rope_tables
-from colibri_mp.kernels.team import ThreadTeam, aligned_bytes
+from colibri_mp.kernels.team import Arena, ThreadTeam, aligned_bytes
 from colibri_mp.specs import AttentionSpec, DeltaNetSpec, RopeSpec
 
 HIDDEN, EPS = 2048, 1e-6
@@ -33,9 +33,9 @@ ATTENTION = AttentionSpec(HIDDEN, 16, 2, 256, 256**-0.5, EPS, qk_norm="head", ga
 def matrices(encoding: Encoding, shapes: dict[str, tuple[int, int]], num_layers: int) -> list[dict[str, PackedMatrix]]:
     """For each layer matrices of these shapes, all of memory of their own."""
     first = {name: pack_matrix(encoding, *shape) for name, shape in shapes.items()}
-    layers = []
+    layers, arena = [], Arena(num_layers * sum(data.nbytes for data in first.values()))
     for _ in range(num_layers):
-        copies = {name: aligned_bytes(data.nbytes) for name, data in first.items()}
+        copies = {name: arena.take(data.nbytes) for name, data in first.items()}
         for name, data in copies.items():
             data[:] = first[name]
         layers.append({name: PackedMatrix(encoding.format, *shapes[name], data) for name, data in copies.items()})

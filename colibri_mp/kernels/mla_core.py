@@ -91,7 +91,7 @@ def attend_split(job: Any, place: Any, split: int, scratch: int, partial: int) -
         exponentiate(scores + query * SCORE_STRIDE * 4, end_tile - first_tile, largest, job.max_queries)
     clear_sums(place.num_groups * job.value_parts * WIDTH, partial)
     for tile in range(first_tile, end_tile):
-        _mix(job, place, tile, count, scratch, scores + (tile - first_tile) * VECTOR_BYTES, partial)
+        _mix(job, place, tile, end_tile, count, scratch, scores + (tile - first_tile) * VECTOR_BYTES, partial)
 
 
 @compiled
@@ -104,7 +104,8 @@ def _score(job: Any, place: Any, tile: int, end_tile: int, scratch: int, scores:
             turn_part(rows + part * PART_BYTES, keys + (part * 16 * VECTORS + n) * VECTOR_BYTES)
     for group in range(place.num_groups):
         queries = scratch + group * job.key_width * WIDTH * 4
-        score_tiles(queries, keys, scores + group * WIDTH * SCORE_STRIDE * 4, job.key_width)
+        later = _source_of(job, place, min(tile + VECTORS + group % VECTORS, end_tile - 1), keys)
+        score_tiles(queries, keys, scores + group * WIDTH * SCORE_STRIDE * 4, job.key_width, later)
     for query in range(place.num_queries):
         row = query // job.group_size
         end = num_read(job, place.row + row, place.position + row)
@@ -115,20 +116,28 @@ def _score(job: Any, place: Any, tile: int, end_tile: int, scratch: int, scores:
 
 
 @compiled
-def _mix(job: Any, place: Any, tile: int, count: int, scratch: int, weights: int, partial: int) -> None:
+def _mix(job: Any, place: Any, tile: int, end_tile: int, count: int, scratch: int, weights: int, partial: int) -> None:
     """Add the weighted latents of one tile to the sums of all queries."""
     rows = _rows_of(job, place, tile, scratch + job.rows_offset)
     num_positions = min(TILE_TOKENS, count - tile * TILE_TOKENS)
+    later = _source_of(job, place, min(tile + 1, end_tile - 1), rows)
     for part in range(0, job.value_parts, VECTORS):
         for group in range(place.num_groups):
             sums = partial + (group * job.value_parts + part) * WIDTH * VECTOR_BYTES
-            mix_parts(weights + group * WIDTH * SCORE_STRIDE * 4, rows + part * PART_BYTES, sums, num_positions)
+            group_weights, here = weights + group * WIDTH * SCORE_STRIDE * 4, part * PART_BYTES
+            mix_parts(group_weights, rows + here, sums, num_positions, later + here)
 
 
 @compiled
 def _tile_address(job: Any, place: Any, tile: int) -> int:
     block = get_i32(job.block_table + (place.sequence * job.max_blocks + tile) * 4)
     return int(job.kv_layer + block * job.tile_bytes)
+
+
+@compiled
+def _source_of(job: Any, place: Any, tile: int, otherwise: int) -> int:
+    """Where a tile's rows will be read from, to be prefetched; `otherwise` where they lie here and there."""
+    return _tile_address(job, place, tile) if job.chosen == 0 and job.kv_bits == 32 else otherwise
 
 
 @compiled

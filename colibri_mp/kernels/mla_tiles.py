@@ -17,7 +17,7 @@ from numba import types
 from numba.core import cgutils
 
 from colibri_mp.kernels import emit
-from colibri_mp.kernels.attention_tiles import SCORE_STRIDE, accumulators
+from colibri_mp.kernels.attention_tiles import SCORE_STRIDE, accumulators, prefetch
 from colibri_mp.kernels.emit import F32, I8, I64, LANES, V16F, constant
 from colibri_mp.kernels.jit import operation
 from colibri_mp.kernels.vectors import vector16
@@ -55,9 +55,12 @@ def _multiply(builder: Any, sums: list[list[Any]], scalars: list[Any], vectors: 
             builder.store(emit.fma(builder, factor, value, builder.load(total)), total)
 
 
-@operation(types.void, *[types.int64] * 4)
-def score_tiles(builder: Any, queries: Any, keys: Any, scores: Any, width: Any) -> None:
-    """scores[i][0 .. VECTORS * 16 - 1] = sum over d < width of queries[d][i] * keys[d], d ascending; width a multiple of 16."""
+@operation(types.void, *[types.int64] * 5)
+def score_tiles(builder: Any, queries: Any, keys: Any, scores: Any, width: Any, later: Any) -> None:
+    """scores[i][0 .. VECTORS * 16 - 1] = sum over d < width of queries[d][i] * keys[d], d ascending; width a multiple of 16.
+
+    Prefetches `width` vectors at `later`: a tile.
+    """
     sums = [accumulators(builder, VECTORS) for _ in range(WIDTH)]
     for places in sums:
         for place in places:
@@ -65,6 +68,7 @@ def score_tiles(builder: Any, queries: Any, keys: Any, scores: Any, width: Any) 
     with cgutils.for_range(builder, builder.sdiv(width, constant(I64, _UNROLL)), intp=I64) as loop:
         key = builder.add(keys, builder.mul(loop.index, constant(I64, _UNROLL * VECTORS * VECTOR_BYTES)))
         query = builder.add(queries, builder.mul(loop.index, constant(I64, _UNROLL * WIDTH * 4)))
+        line = builder.add(later, builder.mul(loop.index, constant(I64, _UNROLL * VECTOR_BYTES)))
         for step in range(_UNROLL):
             first = step * VECTORS
             vectors = [
@@ -72,6 +76,7 @@ def score_tiles(builder: Any, queries: Any, keys: Any, scores: Any, width: Any) 
                 for n in range(VECTORS)
             ]
             scalars = [emit.offset(builder, query, (step * WIDTH + i) * 4) for i in range(WIDTH)]
+            prefetch(builder, emit.offset(builder, line, step * VECTOR_BYTES))
             _multiply(builder, sums, scalars, vectors)
     for i, places in enumerate(sums):
         for n, place in enumerate(places):
@@ -79,11 +84,11 @@ def score_tiles(builder: Any, queries: Any, keys: Any, scores: Any, width: Any) 
             emit.store(builder, builder.load(place), at, 64)
 
 
-@operation(types.void, *[types.int64] * 4)
-def mix_parts(builder: Any, weights: Any, values: Any, sums: Any, num_positions: Any) -> None:
+@operation(types.void, *[types.int64] * 5)
+def mix_parts(builder: Any, weights: Any, values: Any, sums: Any, num_positions: Any, later: Any) -> None:
     """sums[n][i] += sum over positions p < num_positions (1 .. 16) of weights[i][p] * values[n][p], p ascending; n < VECTORS parts.
 
-    `weights` are scores that were exponentiated, with the same strides.
+    `weights` are scores that were exponentiated, with the same strides. Prefetches as much at `later` as it reads of the values.
     """
     places = [accumulators(builder, VECTORS) for _ in range(WIDTH)]
 
@@ -96,6 +101,9 @@ def mix_parts(builder: Any, weights: Any, values: Any, sums: Any, num_positions:
     with cgutils.for_range(builder, num_positions, intp=I64) as loop:
         value = builder.add(values, builder.mul(loop.index, constant(I64, VECTOR_BYTES)))
         weight = builder.add(weights, builder.mul(loop.index, constant(I64, 4)))
+        line = builder.add(later, builder.mul(loop.index, constant(I64, VECTOR_BYTES)))
+        for n in range(VECTORS):
+            prefetch(builder, emit.offset(builder, line, n * PART_BYTES))
         vectors = [emit.load(builder, emit.offset(builder, value, n * PART_BYTES), V16F, 64) for n in range(VECTORS)]
         scalars = [emit.offset(builder, weight, i * SCORE_STRIDE * 4) for i in range(WIDTH)]
         _multiply(builder, places, scalars, vectors)

@@ -6,9 +6,9 @@ Scores are (W_uk^T q) c, so W_uk is needed the other way round:
     uk   [heads * L, nope]        row blocks of a head give its latent query
     uv   [heads * v_padded, L]    as stored, where heads are whole blocks of 16 rows
 
-A quantised W_uk has its scales along L, the rows of uk. Its codes are turned and packed with scale 1 and bias 0 (those of floating-point
-codes as bf16, which holds them); the scales meet the queries instead, exactly the products of the dequantised weights: for the columns c
-of a group g
+A quantised W_uk has its scales along L, the rows of uk. Its codes are turned and packed with scale 1 and bias 0 (of colibrì's signed codes
+-8 or -128; floating-point codes as bf16, which holds them). The scales meet the queries instead, exactly the products of the dequantised
+weights: for the columns c of a group g
 
     sum_n q[n] (code[n, c] scale[n, g] + bias[n, g])  =  sum_n (q[n] scale[n, g]) code[n, c]  +  sum_n q[n] bias[n, g]
 
@@ -34,6 +34,9 @@ from colibri_mp.specs import MlaSpec
 
 F32Array = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
+
+_SIGNED = ("grouped", "row")
+"""Encodings whose codes are signed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,11 +111,12 @@ class Absorbed:
         uv = kv_b.format if whole else Format("f32")
         if not kv_b.group_size:
             return Absorbed(kv_b, uv, 0, has_bias=False)
-        uk, is_affine = Encoding("bf16"), kv_b.kind == "affine"
+        uk, is_integer = Encoding("bf16"), kv_b.kind in ("affine", *_SIGNED)
         sizes = [size for size in AFFINE_GROUP_SIZES if spec.nope_dim % size == 0]
-        if is_affine and sizes:
+        if is_integer and sizes:
             uk = Encoding("affine", 4 if kv_b.bits <= 4 else 8, max(sizes), kv_b.scale)
-        return Absorbed(uk, uv, math.gcd(kv_b.group_size, spec.kv_lora_rank), is_affine)
+        group_size = spec.kv_lora_rank if kv_b.kind == "row" else math.gcd(kv_b.group_size, spec.kv_lora_rank)
+        return Absorbed(uk, uv, group_size, has_bias=kv_b.kind == "affine")
 
     def nbytes(self, spec: MlaSpec) -> int:
         """Bytes of uk and uv, and of the scales."""
@@ -130,7 +134,10 @@ def absorb(encoding: Encoding, parts: Sequence[Bytes], spec: MlaSpec) -> dict[st
     turned = _keys(codes, spec).transpose(0, 2, 1).reshape(-1, spec.nope_dim)
     if not kept.group_size:
         return found | {"uk": _pack_elements(kept.uk, turned)}
-    uk = _pack_codes(turned, kept.uk) if kept.uk.group_size else _pack_elements(kept.uk, _values_of(encoding, turned))
+    if kept.uk.group_size:
+        uk = _pack_codes(turned, kept.uk, 1 << encoding.bits - 1 if encoding.kind in _SIGNED else 0)
+    else:
+        uk = _pack_elements(kept.uk, _values_of(encoding, turned))
     factors = [_factors(encoding, part, rows, spec.kv_lora_rank, kept.group_size) for part in parts[1:]]
     by_head = [np.ascontiguousarray(_keys(part, spec).transpose(0, 2, 1)) for part in factors]
     return found | {"uk": uk} | dict(zip(("uk_scales", "uk_biases"), by_head, strict=False))
@@ -177,11 +184,11 @@ def _rows(matrix: PackedMatrix) -> F32Array:
 
 
 def _codes(encoding: Encoding, rows: int, cols: int, weight: Bytes) -> NDArray[Any]:
-    """Codes uint8 [rows, cols]; of plain encodings their elements, bits uncombined."""
+    """Codes uint8 [rows, cols], signed ones with half their range added; of plain encodings their elements, bits uncombined."""
     if not encoding.group_size:
         return weight.view(np.uint32 if encoding.kind == "f32" else np.uint16).reshape(rows, cols)
     if encoding.bits == 8:
-        return weight.reshape(rows, cols)
+        return (weight ^ 128 if encoding.kind in _SIGNED else weight).reshape(rows, cols)
     if encoding.bits == 4:
         return np.stack([weight & 15, weight >> 4], axis=-1).reshape(rows, cols)
     codes, row_bytes = np.empty((rows, cols), np.uint8), cols * encoding.bits // 8
@@ -194,7 +201,9 @@ def _codes(encoding: Encoding, rows: int, cols: int, weight: Bytes) -> NDArray[A
 def _values_of(encoding: Encoding, codes: NDArray[np.uint8]) -> NDArray[np.uint16]:
     """What codes stand for before they are scaled, as bf16: integers below 256, E2M1 and E4M3 all have eight significant bits or less."""
     values: F32Array = np.arange(256, dtype=np.float32)
-    if encoding.kind != "affine":
+    if encoding.kind in _SIGNED:
+        values = values - (1 << encoding.bits - 1)
+    elif encoding.kind != "affine":
         values = FP4 if encoding.bits == 4 else E4M3
     return (values.view(np.uint32) >> 16).astype(np.uint16)[codes]
 
@@ -202,11 +211,13 @@ def _values_of(encoding: Encoding, codes: NDArray[np.uint8]) -> NDArray[np.uint1
 def _factors(encoding: Encoding, part: Bytes, rows: int, cols: int, group_size: int) -> F32Array:
     """Scales or biases float32 [rows, cols / group_size]."""
     match encoding.kind:
-        case "affine":
+        case "affine" | "grouped":
             found = elements(part, encoding.scale).reshape(rows, -1)
         case "fp8":
             tiles = elements(part, encoding.scale).reshape(-(-rows // TILE), -1)
             found = tiles[np.arange(rows) // TILE]
+        case "row":
+            return elements(part, encoding.scale).reshape(rows, 1)
         case "nvfp4":
             found = E4M3[part].reshape(rows, -1)
         case _:
@@ -220,17 +231,23 @@ def _pack_elements(encoding: Encoding, values: NDArray[Any]) -> PackedMatrix:
     return _pack_parts(encoding, rows, cols, [np.ascontiguousarray(values).reshape(-1).view(np.uint8)])
 
 
-def _pack_codes(codes: NDArray[np.uint8], encoding: Encoding) -> PackedMatrix:
-    """Codes [rows, cols] with scale 1 and bias 0."""
+def _pack_codes(codes: NDArray[np.uint8], encoding: Encoding, middle: int) -> PackedMatrix:
+    """Codes [rows, cols] with scale 1 and bias -middle."""
     rows, cols = codes.shape
     stored = codes if encoding.bits == 8 else codes[:, 0::2] | (codes[:, 1::2] << 4)
-    one: dict[str, NDArray[Any]] = {
-        "bf16": np.array([0x3F80], np.uint16),
-        "f16": np.ones(1, np.float16),
-        "f32": np.ones(1, np.float32),
+    factors = (_repeated(value, encoding.scale, rows * (cols // encoding.group_size)) for value in (1.0, -middle))
+    return _pack_parts(encoding, rows, cols, [np.ascontiguousarray(stored).reshape(-1), *factors])
+
+
+def _repeated(value: float, kind: str, count: int) -> Bytes:
+    """A small integer, so many times, as bf16, f16 or f32."""
+    as_f32 = np.array([value], np.float32)
+    elements_of: dict[str, NDArray[Any]] = {
+        "bf16": (as_f32.view(np.uint32) >> 16).astype(np.uint16),
+        "f16": as_f32.astype(np.float16),
+        "f32": as_f32,
     }
-    scales = np.resize(one[encoding.scale], rows * (cols // encoding.group_size)).view(np.uint8)
-    return _pack_parts(encoding, rows, cols, [np.ascontiguousarray(stored).reshape(-1), scales, np.zeros_like(scales)])
+    return np.resize(elements_of[kind], count).view(np.uint8)
 
 
 def _pack_parts(encoding: Encoding, rows: int, cols: int, parts: Sequence[Bytes]) -> PackedMatrix:

@@ -103,7 +103,9 @@ class Session:
         self._events: Any = self._cluster.events(self._prompt, **options(self._number, len(self.answers)))
 
 
-def test_sixteen_interleaved_sessions_are_those_of_each_alone(cluster: Cluster, plain_cluster: Cluster) -> None:
+def test_sixteen_interleaved_sessions_are_those_of_each_alone(
+    cluster: Cluster, plain_cluster: Cluster, model: Path
+) -> None:
     """Common system prompt, own secrets, random cancels, shared blocks that are evicted: tokens and
     log probabilities are those of each alone.
     """
@@ -116,6 +118,7 @@ def test_sixteen_interleaved_sessions_are_those_of_each_alone(cluster: Cluster, 
     assert sum(session.num_cancelled for session in sessions) > NUM_SESSIONS
     assert together["prefix_cache"]["hit_tokens"] > len(SYSTEM) * NUM_SESSIONS // 2
     assert together["prefix_cache"]["evicted_blocks"] > 0
+    assert (together["prefix_cache"]["evicted_states"] > 0) == (model.name == "qwen3_next")
     assert 20 < together["progress"]["two_groups"]["steps"] < together["progress"]["steps"], "of both kinds"
     requests = cluster.stats()["requests"]
     assert (requests["active"], requests["kv_blocks_free"]) == (0, requests["kv_blocks"])

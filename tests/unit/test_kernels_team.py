@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from colibri_mp.kernels import team as team_module
 from colibri_mp.kernels.jit import Native, compiled, fixed
-from colibri_mp.kernels.team import PHASE_0, PHASE_1, ThreadTeam, barrier, done, take, thread_slot
+from colibri_mp.kernels.team import PHASE_0, PHASE_1, Arena, ThreadTeam, barrier, done, take, thread_slot
 from colibri_mp.kernels.vectors import get_i64, record_at, set_i64
 
 FRAME = np.dtype(
@@ -158,3 +158,15 @@ def test_a_team_has_at_least_one_thread() -> None:
     """Zero threads cannot do anything."""
     with pytest.raises(ValueError, match="at least one thread, not 0"):
         ThreadTeam(0)
+
+
+def test_an_arena_gives_out_parts_that_do_not_overlap() -> None:
+    """Zeroed, at multiples of 64; what does not fit any more has memory of its own."""
+    arena = Arena(300)
+    parts = [arena.take(size) for size in (100, 64, 100, 64)]
+    for number, part in enumerate(parts, 1):
+        assert part.ctypes.data % 64 == 0
+        assert not part.any()
+        part[:] = number
+    assert [(part.nbytes, *set(part.tolist())) for part in parts] == [(100, 1), (64, 2), (100, 3), (64, 4)]
+    assert parts[1].ctypes.data - parts[0].ctypes.data == 128

@@ -28,6 +28,7 @@ KV_B = [
         Encoding("mxfp8", 8, 32, "u8"),
     ),
     *(Encoding("nvfp4", 4, 16, "u8"), Encoding("fp8", 8, 128, "f32")),
+    *(Encoding("grouped", 4, 32, "f32"), Encoding("row", 8, 64, "f32"), Encoding("row", 4, 64, "f32")),
 ]
 KINDS: list[dict[str, Any]] = [
     {},
