@@ -43,6 +43,9 @@ ENCODINGS = {
     "mxfp4": Encoding("mxfp4", 4, 32, "u8"),
     "mxfp8": Encoding("mxfp8", 8, 32, "u8"),
     "nvfp4": Encoding("nvfp4", 4, 16, "u8"),
+    "int8": Encoding("row", 8, 128, "f32"),
+    "int4": Encoding("row", 4, 128, "f32"),
+    "int4/64": Encoding("grouped", 4, 64, "f32"),
     **{f"q{bits}/{group}": Encoding("affine", bits, group, "bf16") for bits in AFFINE_BITS for group in (32, 64, 128)},
 }
 Row = dict[str, Any]

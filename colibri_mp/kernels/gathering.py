@@ -98,19 +98,21 @@ def _gather_all_symmetric(
 
 @compiled
 def _gather_floats(block: int, lane: int, values: Any, group: int, scale_values: Any, out: Any) -> None:
-    """FP4 (16 `values`) or FP8; without `scale_values` scales are float32, of whole blocks."""
-    is_fp4 = values.size == 16
-    scales = block + out.size * (8 if is_fp4 else 16)
+    """FP4 (16 `values`) or FP8; without `scale_values` scales are float32, of whole blocks. Lines: `layout`."""
+    is_fp4, per_line = values.size == 16, 4 if scale_values.size else 16
+    group_bytes = group * (8 if is_fp4 else 16)
     for column in range(out.size):
-        g = column // group
+        g, within = column // group, column % group
+        line = block + g // per_line * (layout.LINE_BYTES + per_line * group_bytes)
         if scale_values.size:
-            scale = scale_values[get_u8(scales + 16 * g + lane)]
+            scale = scale_values[get_u8(line + 16 * (g % per_line) + lane)]
         else:
-            scale = get_f32(scales + 4 * g)
+            scale = get_f32(line + 4 * (g % per_line))
+        codes = line + layout.LINE_BYTES + g % per_line * group_bytes
         if is_fp4:
-            code = get_u8(block + (column // 8 * 16 + lane) * 4 + column % 8 // 2) >> (4 * (column % 2)) & 15
+            code = get_u8(codes + (within // 8 * 16 + lane) * 4 + within % 8 // 2) >> (4 * (within % 2)) & 15
         else:
-            code = np.int64(get_u8(block + (column // 2 * 16 + lane) * 2 + column % 2))
+            code = np.int64(get_u8(codes + (within // 2 * 16 + lane) * 2 + within % 2))
         out[column] = values[code] * scale
 
 

@@ -6,10 +6,9 @@ A matrix [rows, cols] is cut into blocks of 16 rows (the last one padded with ze
                value = code * scale + bias
                symmetric: without biases, value = (code - 8) * scale, of q8 (code - 128) * scale; scales float32
                row: the same, and the scales are float32 [16], once at the end of the block
-    fp4        block = words u32 [cols / 8][16], as those of q4 | scales u8 [cols / group][16]
-               value = E2M1[code] * scale
-    fp8        block = codes u8 [cols / 2][16][2] | scales: u8 [cols / group][16], or float32 [cols / 128, rounded up] of the block's tiles
-               value = E4M3[code] * scale
+    fp4, fp8   block = lines;  line = 64 bytes of scales | codes of the groups that they are for (fewer in the last line)
+               scales: u8 [4 groups][16], or of tiles float32 [16 tiles]
+               codes: fp4 words as those of q4, value = E2M1[code] * scale;  fp8 u8 [group / 2][16][2], value = E4M3[code] * scale
     bf16, f16, f32   block = elements [cols padded to 8 with zeros][16]
 
 *Units*: unit 2i of a group is the codes of columns 8i+0,2,4,6, unit 2i+1 of 8i+1,3,5,7; each code is a byte, and the four bytes of a lane
@@ -38,6 +37,8 @@ READABLE_LAYOUTS = ("R16S-1", LAYOUT_VERSION)
 BLOCK_ROWS = 16
 DENSE_STEP = 8
 """Columns of a dense matrix are padded to a multiple of this, and computed so many at a time."""
+LINE_BYTES = 64
+"""Scales of fp4 and fp8 before the codes that they are for: everything is one stream, and words lie at multiples of 64."""
 SLAB_ALIGNMENT = 4096
 
 Bytes = npt.NDArray[np.uint8]
@@ -49,7 +50,7 @@ class Geometry(NamedTuple):
     num_steps: int
     """Groups of q2 ... q8 and fp4; of fp8 and dense formats steps of 8 columns."""
     step_bytes: int
-    """Bytes from one step to the next: a whole record of q2 ... q8, of fp4 and fp8 the codes alone."""
+    """Bytes from one step to the next: a whole record of q2 ... q8; of fp4, fp8 and where a row has one scale the codes alone."""
     block_bytes: int
 
 
@@ -65,6 +66,11 @@ def code_bits(matrix_format: Format) -> int:
 def code_parts(bits: int) -> tuple[int, ...]:
     """Widths of the parts in which words hold codes of so many bits, low bits first."""
     return _PARTS[bits]
+
+
+def groups_a_line(matrix_format: Format) -> int:
+    """Groups of fp4 or fp8 whose scales lie together before their codes; a power of two."""
+    return LINE_BYTES // (4 if matrix_format.scale == "tile" else BLOCK_ROWS)
 
 
 def uses_groups(matrix_format: Format) -> bool:
@@ -86,9 +92,9 @@ def geometry(matrix_format: Format, cols: int) -> Geometry:
     if scale == "row":
         return Geometry(cols // group, codes * group // cols, codes + 4 * BLOCK_ROWS)
     if kind in ("fp4", "fp8"):
-        scales = 4 * -(-cols // group) if scale == "tile" else BLOCK_ROWS * (cols // group)
+        num_lines = -(-cols // (group * groups_a_line(matrix_format)))
         steps = cols // (group if kind == "fp4" else DENSE_STEP)
-        return Geometry(steps, codes // steps, -(-(codes + scales) // 64) * 64)
+        return Geometry(steps, codes // steps, codes + LINE_BYTES * num_lines)
     step_bytes = BLOCK_ROWS * (group * bits // 8 + (4 if scale == "symmetric" else 2 * ELEMENT_BYTES[scale]))
     return Geometry(cols // group, step_bytes, cols // group * step_bytes)
 

@@ -11,12 +11,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from numba import types
+from numba.core import cgutils
 
 from colibri_mp.formats import ELEMENT_BYTES, Encoding
 from colibri_mp.kernels import emit, layout
-from colibri_mp.kernels.emit import I16, V16I, constant, load, offset, vector
+from colibri_mp.kernels.emit import I16, I64, V16I, constant, load, offset, vector
 from colibri_mp.kernels.jit import Native, compiled, fixed, operation
-from colibri_mp.kernels.vectors import call_native3, copy_bytes, get_f32, get_u8, get_u64, set_f32, set_u8, set_u64
+from colibri_mp.kernels.vectors import (
+    call_native3,
+    call_native5,
+    copy_bytes,
+    get_f32,
+    get_u8,
+    get_u64,
+    set_f32,
+    set_u8,
+    set_u64,
+)
 
 WORDS, CODES, HALVES = 0, 1, 2
 """What a word holds: itself | four 8-bit codes, to be put in the order of `layout` | two 16-bit elements, to be separated."""
@@ -166,64 +177,62 @@ def _pack_dense(
         )
 
 
-@compiled
-def _spread(fields: Any, bits: Any) -> Any:
-    """8 fields of `bits` bits (uint64) -> 8 bytes: apart by halves, quarters, eighths."""
-    one = np.uint64(1)
-    for size, width in ((np.uint64(4), np.uint64(32)), (np.uint64(2), np.uint64(16)), (np.uint64(1), np.uint64(8))):
-        field_bits = size * bits
-        low = np.uint64(0)
-        step = width + width
-        mask = (one << field_bits) - one
-        place = np.uint64(0)
-        while place < np.uint64(64):
-            low |= mask << place
-            place += step
-        fields = (fields & low) | ((fields & (low << field_bits)) << (width - field_bits))
+@operation(types.uint64, types.uint64, num_literals=1)
+def _spread(builder: Any, fields: Any, bits: int) -> Any:
+    """8 fields of `bits` bits -> 8 bytes: apart by halves, quarters, eighths."""
+    for size, width in ((4, 32), (2, 16), (1, 8)):
+        low = sum((1 << size * bits) - 1 << place for place in range(0, 64, 2 * width))
+        high = builder.and_(fields, constant(I64, low << size * bits))
+        moved = builder.shl(high, constant(I64, width - size * bits))
+        fields = builder.or_(builder.and_(fields, constant(I64, low)), moved)
     return fields
 
 
-@compiled
-def _widen_rows(source: int, end: int, row_bytes: int, num_rows: int, cols: int, bits: int, target: int) -> None:
-    """Codes of `bits` bits of some rows -> bytes. Reads nothing from `end` on."""
-    wide = np.uint64(bits)
-    keep = (np.uint64(1) << np.uint64(8 * bits)) - np.uint64(1)
-    for row in range(num_rows):
-        at, to = source + row * row_bytes, target + row * cols
-        for _ in range(cols // 8):
-            if at + 8 <= end:
-                fields = get_u64(at) & keep
-            else:
-                fields = np.uint64(0)
-                for i in range(bits):
-                    fields |= np.uint64(get_u8(at + i)) << np.uint64(8 * i)
-            set_u64(to, _spread(fields, wide))
-            at += bits
-            to += 8
+def _make_widen(bits: int) -> Native:
+    def widen(source: int, end: int, num_rows: int, cols: int, target: int) -> None:
+        """Codes of some rows -> bytes. Reads nothing from `end` on."""
+        for row in range(num_rows):
+            at, to = source + row * (cols * bits // 8), target + row * cols
+            for _ in range(cols // 8):
+                if at + 8 <= end:
+                    fields = get_u64(at) & np.uint64((1 << 8 * bits) - 1)
+                else:
+                    fields = np.uint64(0)
+                    for i in range(bits):
+                        fields |= np.uint64(get_u8(at + i)) << np.uint64(8 * i)
+                set_u64(to, _spread(fields, bits))
+                at += bits
+                to += 8
+
+    return Native(widen)
 
 
-@compiled
-def _part_words(units: int, num_units: int, width: int, low: int, target: int) -> None:
-    """Bits [low, low + width) of the codes of some units -> their words (`layout`)."""
-    mask = ((np.uint64(1) << np.uint64(width)) - np.uint64(1)) * np.uint64(0x0101010101010101)
-    down = np.uint64(low)
-    for first in range(0, num_units, 8 // width):
-        for i in range(0, 64, 8):
-            word = np.uint64(0)
-            for unit in range(8 // width):
-                word |= ((get_u64(units + 64 * (first + unit) + i) >> down) & mask) << np.uint64(width * unit)
-            set_u64(target + i, word)
-        target += 64
+@operation(types.void, *[types.int64] * 3, num_literals=1)
+def _narrow_group(builder: Any, units: Any, target: Any, group: Any, bits: int) -> None:
+    """Units of a group, a byte a code -> its words (`layout`)."""
+    low = 0
+    for width in layout.code_parts(bits):
+        units_a_word = 8 // width
+        num_words = builder.sdiv(builder.mul(group, constant(I64, width)), constant(I64, 32))
+        with cgutils.for_range(builder, num_words, intp=I64) as loop:
+            first = builder.add(units, builder.mul(loop.index, constant(I64, 64 * units_a_word)))
+            word = constant(V16I, 0)
+            for unit in range(units_a_word):
+                codes = builder.lshr(load(builder, offset(builder, first, 64 * unit), V16I), constant(V16I, low))
+                part = builder.and_(codes, constant(V16I, (2**width - 1) * 0x01010101))
+                word = builder.or_(word, builder.shl(part, constant(V16I, width * unit)))
+            emit.store(builder, word, builder.add(target, builder.mul(loop.index, constant(I64, 64))))
+        target, low = builder.add(target, builder.mul(num_words, constant(I64, 64))), low + width
 
 
-@compiled
-def _narrow(units: int, groups: int, group: int, parts: Any, target: int, record_bytes: int) -> None:
-    """Units of bytes of a block of rows -> the words of its records; parts: widths of one or two parts, 0: there is none."""
-    for g in range(groups):
-        place, source = target + g * record_bytes, units + 16 * group * g
-        _part_words(source, group // 4, parts[0], 0, place)
-        if parts[1] > 0:
-            _part_words(source, group // 4, parts[1], parts[0], place + 2 * group * parts[0])
+def _make_narrow(bits: int) -> Native:
+    def narrow(units: int, target: int, group: int) -> None:
+        _narrow_group(units, target, group, bits)
+
+    return Native(narrow)
+
+
+_WIDEN, _NARROW = ({bits: make(bits) for bits in (2, 3, 5, 6)} for make in (_make_widen, _make_narrow))
 
 
 @compiled
@@ -235,12 +244,14 @@ def _pack_affine(
     group: int,
     scale_bytes: int,
     contents: Any,
-    widths: Any,
+    natives: Any,
     target: int,
     record_bytes: int,
     scratch: int,
 ) -> None:
-    """parts: addresses of weight, its end, scales, biases; contents: of words and scales; scratch: _TILE_BYTES, then 32 * cols bytes."""
+    """parts: addresses of weight, its end, scales, biases; contents: of words and scales; natives: addresses of what widens codes and makes
+    them narrow again, or 0; scratch: _TILE_BYTES, then 32 * cols bytes.
+    """
     weight, end, scales, biases = parts
     words, factors = contents
     row_bytes, groups = cols * bits // 8, cols // group
@@ -251,12 +262,13 @@ def _pack_affine(
     for block in range((rows + 15) // 16):
         place, num_rows = target + block * groups * record_bytes, min(16, rows - 16 * block)
         at = weight + 16 * block * row_bytes
-        if bits == 4 or bits == 8:  # noqa: PLR1714  # compiled code has no sets
+        if natives[0] == 0:
             _transpose_block(at, row_bytes, row_bytes, num_rows, place, words, num_words, record_bytes, scratch)
         else:
-            _widen_rows(at, end, row_bytes, num_rows, cols, bits, wide)
+            call_native5(natives[0], at, end, num_rows, cols, wide)
             _transpose_block(wide, cols, cols, num_rows, units, words, cols // 4, _ANY, scratch)
-            _narrow(units, groups, group, widths, place, record_bytes)
+            for g in range(groups):
+                call_native3(natives[1], units + 16 * group * g, place + g * record_bytes, group)
         place, skip = place + num_words * 64, 16 * block * scale_row
         _transpose_block(scales + skip, scale_row, scale_row, num_rows, place, factors, _ONE, record_bytes, scratch)
         place += 16 * scale_bytes
@@ -264,51 +276,49 @@ def _pack_affine(
 
 
 @compiled
-def _pack_byte_scales(scales: int, groups: int, num_rows: int, target: int) -> None:
-    """Scales u8 [num_rows, groups] -> [groups][16]."""
-    for row in range(16):
+def _pack_byte_scales(scales: int, groups: int, num_rows: int, target: int, line_bytes: int) -> None:
+    """Scales u8 [num_rows, groups] -> [groups][16], four of them in a line."""
+    for row in range(num_rows):
         for g in range(groups):
-            scale = get_u8(scales + row * groups + g) if row < num_rows else np.uint8(0)
-            set_u8(target + 16 * g + row, scale)
+            set_u8(target + g // 4 * line_bytes + g % 4 * 16 + row, get_u8(scales + row * groups + g))
 
 
 @compiled
-def _pack_tile_scales(scales: int, tiles: int, scale_bytes: int, target: int) -> None:
-    """Scales of one row of tiles, bf16 or float32 -> float32."""
+def _pack_tile_scales(scales: int, tiles: int, scale_bytes: int, target: int, line_bytes: int) -> None:
+    """Scales of one row of tiles, bf16 or float32 -> float32, 16 of them in a line."""
     for i in range(tiles):
+        place = target + i // 16 * line_bytes + i % 16 * 4
         if scale_bytes == 4:
-            set_f32(target + 4 * i, get_f32(scales + 4 * i))
+            set_f32(place, get_f32(scales + 4 * i))
         else:
-            set_u8(target + 4 * i, np.uint8(0))
-            set_u8(target + 4 * i + 1, np.uint8(0))
-            set_u8(target + 4 * i + 2, get_u8(scales + 2 * i))
-            set_u8(target + 4 * i + 3, get_u8(scales + 2 * i + 1))
+            set_u8(place + 2, get_u8(scales + 2 * i))
+            set_u8(place + 3, get_u8(scales + 2 * i + 1))
 
 
 @compiled
 def _pack_floats(
     parts: Any, rows: int, cols: int, sizes: Any, content: Any, target: int, block_bytes: int, scratch: int
 ) -> None:
-    """FP4 and FP8: the codes of a block, then its scales, then zeros.
-
-    parts: addresses of weight, its end, scales; sizes: bits, groups of a row, bytes of a scale, rows that share it.
+    """FP4 and FP8. parts: addresses of weight, its end, scales; sizes: bits, groups of a row, bytes of a scale, rows that share it, bytes
+    of the codes of a line.
     """
     weight, _, scales = parts
-    bits, groups, scale_bytes, row_tile = sizes
-    row_bytes = cols * bits // 8
-    vector_bytes = content[1]
-    num_vectors = 16 * row_bytes // vector_bytes
+    bits, groups, scale_bytes, row_tile, code_bytes = sizes
+    row_bytes, line_bytes = cols * bits // 8, layout.LINE_BYTES + code_bytes
+    per_line = code_bytes // content[1]
     for block in range((rows + 15) // 16):
         place, num_rows, first = target + block * block_bytes, min(16, rows - 16 * block), 16 * block
         at = weight + first * row_bytes
-        for i in range(0, block_bytes - 16 * row_bytes, 8):
-            set_u64(place + 16 * row_bytes + i, np.uint64(0))
-        _transpose_block(at, row_bytes, row_bytes, num_rows, place, content, num_vectors, _ANY, scratch)
+        for line in range(place, place + block_bytes, line_bytes):
+            for i in range(0, layout.LINE_BYTES, 8):
+                set_u64(line + i, np.uint64(0))
+        codes = place + layout.LINE_BYTES
+        _transpose_block(at, row_bytes, row_bytes, num_rows, codes, content, per_line, line_bytes, scratch)
         from_scales = scales + first // row_tile * groups * scale_bytes
         if row_tile == 1:
-            _pack_byte_scales(from_scales, groups, num_rows, place + 16 * row_bytes)
+            _pack_byte_scales(from_scales, groups, num_rows, place, line_bytes)
         else:
-            _pack_tile_scales(from_scales, groups, scale_bytes, place + 16 * row_bytes)
+            _pack_tile_scales(from_scales, groups, scale_bytes, place, line_bytes)
 
 
 @compiled
@@ -352,12 +362,14 @@ def pack_parts(
             content = _ELEMENTS[element].arguments()
             _pack_dense(where[0], rows, cols, element, content, target, sizes.block_bytes, scratch)
         case "affine":
-            element, widths = ELEMENT_BYTES[encoding.scale], (*layout.code_parts(bits), 0)[:2]
+            element = ELEMENT_BYTES[encoding.scale]
+            natives = (_WIDEN[bits].address, _NARROW[bits].address) if bits in _WIDEN else (0, 0)
             contents = (_WORDS if bits == 4 else _CODES).arguments(), _ELEMENTS[element].arguments()
-            _pack_affine(where, rows, cols, bits, group, element, contents, widths, target, sizes.step_bytes, scratch)
+            _pack_affine(where, rows, cols, bits, group, element, contents, natives, target, sizes.step_bytes, scratch)
         case "mxfp4" | "nvfp4" | "mxfp8" | "fp8":
             content = (_WORDS if bits == 4 else _HALVES).arguments()
-            numbers = bits, encoding.groups(rows, cols)[1], ELEMENT_BYTES[encoding.scale], encoding.row_tile
+            line = 2 * layout.groups_a_line(encoding.format) * group * bits
+            numbers = bits, encoding.groups(rows, cols)[1], ELEMENT_BYTES[encoding.scale], encoding.row_tile, line
             _pack_floats(where, rows, cols, numbers, content, target, sizes.block_bytes, scratch)
         case "grouped" | "row":
             shared = cols if encoding.kind == "row" else group

@@ -86,13 +86,13 @@ def unpack(matrix_format: Format, rows: int, cols: int, packed: Bytes) -> Floats
     """The values [rows, cols] of a packed matrix, float32; the inverse of `layout.pack` followed by `dequantise`."""
     sizes, group = layout.geometry(matrix_format, cols), matrix_format.group_size
     blocks = packed.reshape(layout.num_blocks(rows), sizes.block_bytes)
-    steps = blocks[:, : sizes.num_steps * sizes.step_bytes].reshape(len(blocks), sizes.num_steps, -1)
     if not group:
         by_column = elements(blocks.reshape(-1), matrix_format.kind).reshape(len(blocks), -1, layout.BLOCK_ROWS)
         return np.ascontiguousarray(by_column.transpose(0, 2, 1)).reshape(-1, by_column.shape[1])[:rows, :cols]
     if matrix_format.kind in ("fp4", "fp8"):
-        values = _unpack_floats(matrix_format, cols, blocks, steps)
+        values = _unpack_floats(matrix_format, cols, blocks)
         return np.ascontiguousarray(values).reshape(-1, cols)[:rows]
+    steps = blocks[:, : sizes.num_steps * sizes.step_bytes].reshape(len(blocks), sizes.num_steps, -1)
     bits = layout.code_bits(matrix_format)
     codes_end = layout.BLOCK_ROWS * group * bits // 8
     codes = _unpack_codes(steps[:, :, :codes_end], group, bits)  # [block, group, row, column]
@@ -108,21 +108,28 @@ def unpack(matrix_format: Format, rows: int, cols: int, packed: Bytes) -> Floats
     return np.ascontiguousarray(values.transpose(0, 2, 1, 3)).reshape(-1, cols)[:rows]
 
 
-def _unpack_floats(matrix_format: Format, cols: int, blocks: Bytes, steps: Bytes) -> Floats:
+def _unpack_floats(matrix_format: Format, cols: int, blocks: Bytes) -> Floats:
     """Values [block, row, column] of FP4 and FP8."""
-    group, codes_end = matrix_format.group_size, steps[0].size
-    num_groups = -(-cols // group)
-    if matrix_format.kind == "fp4":
-        codes = _unpack_codes(steps, group, 4).transpose(0, 2, 1, 3).reshape(len(blocks), layout.BLOCK_ROWS, cols)
-        values = FP4[codes]
+    kind, group, scale = matrix_format
+    num_groups, per_line = -(-cols // group), layout.groups_a_line(matrix_format)
+    group_bytes = 2 * group * layout.code_bits(matrix_format)
+    lines = np.arange(num_groups) // per_line
+    firsts = lines * (layout.LINE_BYTES + per_line * group_bytes)
+    ends = firsts + layout.LINE_BYTES + (np.arange(num_groups) % per_line + 1) * group_bytes
+    codes = [blocks[:, end - group_bytes : end] for end in ends.tolist()]  # of the last group perhaps fewer
+    if kind == "fp4":
+        words = np.stack(codes, axis=1)
+        values = FP4[_unpack_codes(words, group, 4)].transpose(0, 2, 1, 3).reshape(len(blocks), layout.BLOCK_ROWS, cols)
     else:
-        pairs = steps.reshape(len(blocks), cols // 2, layout.BLOCK_ROWS, 2)
+        pairs = np.concatenate(codes, axis=1).reshape(len(blocks), cols // 2, layout.BLOCK_ROWS, 2)
         values = E4M3[pairs.transpose(0, 2, 1, 3).reshape(len(blocks), layout.BLOCK_ROWS, cols)]
-    if matrix_format.scale == "tile":
-        scales = elements(blocks[:, codes_end : codes_end + 4 * num_groups], "f32")[:, None]
+    width = layout.LINE_BYTES // per_line
+    places = (firsts + np.arange(num_groups) % per_line * width)[:, None] + np.arange(width)
+    stored = blocks[:, places]  # [block, group, bytes]
+    if scale == "tile":
+        scales = elements(stored.reshape(-1), "f32").reshape(len(blocks), 1, num_groups)
     else:
-        stored = blocks[:, codes_end : codes_end + 16 * num_groups].reshape(len(blocks), num_groups, -1)
-        scales = (E8M0 if matrix_format.scale == "e8m0" else E4M3)[stored.transpose(0, 2, 1)]
+        scales = (E8M0 if scale == "e8m0" else E4M3)[stored.transpose(0, 2, 1)]
     found: Floats = values * scales.repeat(group, axis=2)[:, :, :cols]
     return found
 

@@ -39,7 +39,7 @@ from colibri_mp.kernels.codes import byte_scales, codes_of, fp8_columns
 from colibri_mp.kernels.emit import F32, I64, ISA, V16F, constant, load, offset, splat
 from colibri_mp.kernels.group_dots import GROUP_DOTS, group_dots_float, planes_to_float
 from colibri_mp.kernels.jit import Native, operation
-from colibri_mp.kernels.layout import DENSE_STEP, geometry, uses_groups
+from colibri_mp.kernels.layout import DENSE_STEP, LINE_BYTES, geometry, groups_a_line, uses_groups
 
 USES_PLANES = ISA != "generic"
 TILE_TOKENS = 4
@@ -80,9 +80,19 @@ class _Tile:
         weights = builder.add(self.weights, builder.mul(index, constant(I64, step_bytes)))
         return weights, [builder.add(row, moved) for row in self.rows]
 
-    def scales(self, step_bytes: int) -> Any:
-        """Address of the scales that follow all the codes of the block."""
+    def end(self, step_bytes: int) -> Any:
+        """Address of what follows the last step."""
         return self.builder.add(self.weights, self.builder.mul(self.num_steps, constant(I64, step_bytes)))
+
+    def in_lines(self, group: Any, matrix_format: Format, group_bytes: int) -> tuple[Any, Any]:
+        """Addresses of the codes and of the scales of a group of fp4 or fp8, whose codes take so many bytes."""
+        builder, groups = self.builder, groups_a_line(matrix_format)
+        line = builder.lshr(group, constant(I64, groups.bit_length() - 1))
+        before = builder.mul(line, constant(I64, LINE_BYTES))
+        codes = builder.add(builder.add(self.weights, before), builder.mul(group, constant(I64, group_bytes)))
+        first = builder.add(builder.add(self.weights, before), builder.mul(line, constant(I64, groups * group_bytes)))
+        place = builder.mul(builder.and_(group, constant(I64, groups - 1)), constant(I64, LINE_BYTES // groups))
+        return offset(builder, codes, LINE_BYTES), builder.add(first, place)
 
     def store(self, values: Sequence[Any]) -> None:
         for t, value in enumerate(values):
@@ -100,7 +110,7 @@ def _emit_quantised(builder: Any, args: Sequence[Any], matrix_format: Format, pl
         if matrix_format.scale == "row":
             return constant(V16F, 1.0), constant(V16F, middle)
         if codes.is_fp4:
-            place = builder.add(tile.scales(step_bytes), builder.mul(index, constant(I64, 16)))
+            _, place = tile.in_lines(index, matrix_format, step_bytes)
             halves = builder.fmul(byte_scales(builder, place, matrix_format.scale), constant(V16F, 0.5))
             return halves, builder.fmul(halves, constant(V16F, -12.0))
         place = offset(builder, weights, codes.group * codes.bits * 2)
@@ -112,6 +122,8 @@ def _emit_quantised(builder: Any, args: Sequence[Any], matrix_format: Format, pl
         return scales, emit.load_scales(builder, offset(builder, place, 16 * element), element, is_bf16)
 
     def step(weights: Any, rows: list[Any], index: Any) -> None:
+        if codes.is_fp4:
+            weights, _ = tile.in_lines(index, matrix_format, step_bytes)
         if USES_PLANES:
             dots = GROUP_DOTS[ISA](builder, weights, rows, codes, planes)
             sums = [planes_to_float(builder, token) for token in dots]
@@ -129,7 +141,7 @@ def _emit_quantised(builder: Any, args: Sequence[Any], matrix_format: Format, pl
     tile.each_step(step, step_bytes, record)
     results = [builder.load(acc[0]) for acc in tile.accs]
     if matrix_format.scale == "row":
-        scales = load(builder, tile.scales(step_bytes), V16F)
+        scales = load(builder, tile.end(step_bytes), V16F)
         results = [builder.fmul(result, scales) for result in results]
     tile.store(results)
 
@@ -142,11 +154,13 @@ def _emit_fp8(builder: Any, args: Sequence[Any], matrix_format: Format, num_toke
     """A group at a time; the last tile of a row may have fewer steps."""
     tile = _Tile(builder, args, num_tokens, chains=1)
     step_bytes, steps = DENSE_STEP * 16, matrix_format.group_size // DENSE_STEP
-    zero, scales = constant(V16F, 0.0), tile.scales(step_bytes)
+    zero = constant(V16F, 0.0)
     sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(_FP8_CHAINS)] for _ in range(num_tokens)]
 
-    def step(index: Any) -> None:
-        weights, rows = tile.at_step(index, step_bytes, 4 * DENSE_STEP)
+    def step(codes: Any, index: Any, number: Any) -> None:
+        """The step `number` of a group, the step `index` of all."""
+        _, rows = tile.at_step(index, step_bytes, 4 * DENSE_STEP)
+        weights = builder.add(codes, builder.mul(number, constant(I64, step_bytes)))
         held = [[builder.load(chain) for chain in token] for token in sums]
         for column, values in enumerate(fp8_columns(builder, weights)):
             for t, row in enumerate(rows):
@@ -160,17 +174,16 @@ def _emit_fp8(builder: Any, args: Sequence[Any], matrix_format: Format, num_toke
     num_groups = builder.sdiv(builder.add(tile.num_steps, last), constant(I64, steps))
     with cgutils.for_range(builder, num_groups, intp=I64) as loop:
         first = builder.mul(loop.index, constant(I64, steps))
+        codes, place = tile.in_lines(loop.index, matrix_format, step_bytes * steps)
         if matrix_format.scale == "tile":
             rest = builder.sub(tile.num_steps, first)
             count = builder.select(builder.icmp_signed("<", rest, constant(I64, steps)), rest, constant(I64, steps))
             with cgutils.for_range(builder, count, intp=I64) as inner:
-                step(builder.add(first, inner.index))
-            place = builder.add(scales, builder.mul(loop.index, constant(I64, 4)))
+                step(codes, builder.add(first, inner.index), inner.index)
             factor = splat(builder, load(builder, place, F32))
         else:
             for i in range(steps):
-                step(offset(builder, first, i))
-            place = builder.add(scales, builder.mul(loop.index, constant(I64, 16)))
+                step(codes, offset(builder, first, i), constant(I64, i))
             factor = byte_scales(builder, place, matrix_format.scale)
         factor = builder.fmul(factor, constant(V16F, 256.0))
         for token, accs in zip(sums, tile.accs, strict=True):

@@ -655,6 +655,7 @@ MISTAKES: dict[str, tuple[type[PlainModel], ...]] = {
     "qwen3_next": _DELTA_NET,
     "qwen3_5_moe": (*_DELTA_NET, NormEps, NormEpsInLengths),
     "qwen3_moe_fp8": (TilesOfEqualSize,),
+    "deepseek_v3_fp8": (TilesOfEqualSize,),
     "qwen3_moe_q4": (HighCodesFirst,),
     "qwen3_moe_nvfp4": (HighCodesFirst,),
 }

@@ -24,7 +24,7 @@ def affine(bits: int, group_size: int, scale: str) -> Encoding:
 BF16, F16, F32 = Encoding("bf16"), Encoding("f16"), Encoding("f32")
 NVFP4, MXFP4, MXFP8 = Encoding("nvfp4", 4, 16, "u8"), Encoding("mxfp4", 4, 32, "u8"), Encoding("mxfp8", 8, 32, "u8")
 FP8 = Encoding("fp8", 8, 128, "f32")
-INT8, INT4 = Encoding("row", 8, 128, "f32"), Encoding("row", 4, 128, "f32")
+INT8, INT4 = Encoding("row", 8, 32, "f32"), Encoding("row", 4, 64, "f32")
 
 
 def int4(group_size: int) -> Encoding:
@@ -54,20 +54,8 @@ FORMATS = (
 )
 """Each group size, scale type, code width and dense type at least once: every one costs a compilation."""
 
-ISA_FORMATS = (
-    FORMATS[0],
-    affine(8, 64, "bf16"),
-    NVFP4,
-    BF16,
-    F16,
-    MXFP8,
-    FP8,
-    affine(3, 32, "f16"),
-    affine(6, 32, "bf16"),
-    INT8,
-    int4(32),
-)
-"""Those that all instruction sets compute: every way to take codes out of words, every type of scale."""
+ISA_FORMATS = (NVFP4, BF16, F16, MXFP8, FP8, affine(3, 32, "f16"), affine(6, 32, "bf16"), INT8, int4(32))
+"""Those that all instruction sets compute, beside what the expert step has: every way to take codes out of words, every type of scale."""
 NEON_FORMATS = (affine(8, 64, "bf16"), NVFP4, affine(3, 32, "f16"))
 """Those that `neon_on_x86` computes."""
 

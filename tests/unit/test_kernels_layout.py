@@ -90,7 +90,7 @@ def test_bytes_are_pinned() -> None:
             digest.update(packed(encoding, rows, cols, parts).data)
         digests[version] = digest.hexdigest()[:16]
     assert layout.READABLE_LAYOUTS == ("R16S-1", "R16S-2")
-    assert digests == {"R16S-1": "f347b53ce8aad0c6", "R16S-2": "a8945b064ee41145"}
+    assert digests == {"R16S-1": "f347b53ce8aad0c6", "R16S-2": "3ca15b8250a3d1f6"}
 
 
 def test_sizes_of_a_known_matrix() -> None:
