@@ -8,7 +8,7 @@ The terms are what gets allocated and touched: the objects that allocate report 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from colibri_mp.checkpoint.experts import ExpertLayer
 from colibri_mp.checkpoint.source import Checkpoint
@@ -46,6 +46,14 @@ class Term:
     process: str
     name: str
     nbytes: int
+
+
+class ExpertRoom(NamedTuple):
+    """Bytes that a budget leaves for experts; the slabs of pools take `floor` at least and `most` at most."""
+
+    left: int
+    floor: int
+    most: int
 
 
 def max_logit_rows(vocab_size: int, prefill_chunk: int) -> int:
@@ -98,7 +106,6 @@ class Sizes:
     ctx_tokens: int
     chunk: int
     num_threads: int
-    budget_bytes: int = 0
 
     def terms(self, groups: Sequence[Sequence[ExpertLayer]], tables: int) -> Iterator[Term]:
         """All terms but the pools and the allowance; `tables` as in `table_bytes`, one group of layers a worker."""
@@ -112,9 +119,6 @@ class Sizes:
         yield Term("coordinator", "resident weights", self.resident())
         for worker_id, group in enumerate(groups):
             yield from self.worker_terms(worker_id, group)
-        for worker_id, nbytes in enumerate(self.device_bytes(groups)):
-            if nbytes:
-                yield Term(f"worker {worker_id}", "experts on the device", nbytes)
         yield Term("coordinator", f"scratch, {self.chunk} rows a step", self.coordinator_scratch())
         yield Term("coordinator", f"logits, {rows} rows a step", self.logits())
         if self.model.uses_predictor:
@@ -141,8 +145,9 @@ class Sizes:
         """What is cached of so many positions."""
         return kinds.kv_bytes(self.model, num_tokens, self.config.kv_bits)
 
-    def device_bytes(self, groups: Sequence[Sequence[ExpertLayer]]) -> tuple[int, ...]:
+    def device_bytes(self, groups: Sequence[Sequence[ExpertLayer]], left: ExpertRoom) -> tuple[int, ...]:
         """What experts take on a device, beside the pool, of each worker: the kernels compute on the pool itself."""
+        del left
         return (0,) * len(groups)
 
     @property

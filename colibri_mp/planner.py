@@ -24,7 +24,7 @@ from colibri_mp.lossy import with_lossy_options
 from colibri_mp.memory import own_bytes, usable_cores
 from colibri_mp.models import load_model
 from colibri_mp.models.structure import ModelSpec
-from colibri_mp.plan_terms import Sizes, Term, table_bytes, top_k
+from colibri_mp.plan_terms import ExpertRoom, Sizes, Term, table_bytes, top_k
 from colibri_mp.shm.layout import overhead_bytes
 from colibri_mp.shm.policy import LayerDemand, plan_slots
 from colibri_mp.shm.segment import free_shm_bytes
@@ -158,16 +158,14 @@ def split_slabs(workers: Sequence[WorkerShare], slab_bytes: int) -> list[int]:
     return [share.floor_bytes + int((share.slab_bytes - share.floor_bytes) * part) for share in workers]
 
 
-def sizes_for(
-    model: ModelSpec, config: LaunchConfig, ctx_tokens: int, chunk: int, num_threads: int, budget_bytes: int = 0
-) -> Sizes:
+def sizes_for(model: ModelSpec, config: LaunchConfig, ctx_tokens: int, chunk: int, num_threads: int) -> Sizes:
     """The sizes with the backend of `config`, the kernels unless it says otherwise."""
     kind = Sizes
     if config.backend == "mlx":
         from colibri_mp.mlx_backend.sizes import MlxSizes
 
         kind = MlxSizes
-    return kind(model, config, ctx_tokens, chunk, num_threads, budget_bytes)
+    return kind(model, config, ctx_tokens, chunk, num_threads)
 
 
 # -- automatic choices -------------------------------------------------------------------------------------------------
@@ -227,7 +225,10 @@ def _draft(model: ModelSpec, config: LaunchConfig, tables: int, budget_bytes: in
     chunk, chunk_note = _prefill_chunk(model, config, ctx_tokens, num_threads, budget_bytes)
     num_workers, workers_note = _num_workers(model, config, chunk, num_threads, budget_bytes)
     groups = tuple(split_layers(model.expert_layers, num_workers))
-    sizes = sizes_for(model, config, ctx_tokens, chunk, num_threads, budget_bytes)
+    sizes = sizes_for(model, config, ctx_tokens, chunk, num_threads)
+    terms = tuple(sizes.terms(groups, tables))
+    demands = tuple(tuple(_demand(layer, model, config) for layer in group) for group in groups)
+    device_bytes = sizes.device_bytes(groups, _expert_room(terms, demands, budget_bytes))
     return _Draft(
         model=model,
         config=config,
@@ -236,10 +237,28 @@ def _draft(model: ModelSpec, config: LaunchConfig, tables: int, budget_bytes: in
         chunk=chunk,
         num_threads=num_threads,
         groups=groups,
-        terms=tuple(sizes.terms(groups, tables)),
-        device_bytes=sizes.device_bytes(groups),
-        demands=tuple(tuple(_demand(layer, model, config) for layer in group) for group in groups),
+        terms=terms + _device_terms(device_bytes),
+        device_bytes=device_bytes,
+        demands=demands,
         notes=(workers_note, ctx_note, chunk_note, threads_note),
+    )
+
+
+def _expert_room(terms: Sequence[Term], demands: Sequence[Sequence[LayerDemand]], budget_bytes: int) -> ExpertRoom:
+    """What the fixed terms leave of a budget."""
+    layers = [demand for group in demands for demand in group]
+    return ExpertRoom(
+        left=int(budget_bytes / (1 + ALLOWANCE)) - sum(term.nbytes for term in terms),
+        floor=sum(layer.floor * layer.slab_bytes for layer in layers),
+        most=sum(layer.num_experts * layer.slab_bytes for layer in layers),
+    )
+
+
+def _device_terms(device_bytes: Sequence[int]) -> tuple[Term, ...]:
+    return tuple(
+        Term(f"worker {worker_id}", "experts on the device", nbytes)
+        for worker_id, nbytes in enumerate(device_bytes)
+        if nbytes
     )
 
 

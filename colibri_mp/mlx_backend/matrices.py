@@ -2,6 +2,7 @@
 
     stored                                        held as
     affine 2, 3, 4, 5, 6, 8 bits                  the same codes; scales and biases as float32
+    int4 in groups, int4 and int8 by row          the same codes; scales for each group, biases of -8 or -128 scales
     mxfp4, nvfp4, mxfp8                           as stored
     bf16, f16, f32                                as stored; widened to float32 for a product, some rows at a time
     anything else                                 its values as float32, once
@@ -38,7 +39,7 @@ _ELEMENTS: dict[str, tuple[type[np.uint16 | np.uint32], mx.Dtype]] = {
 
 def is_native(encoding: Encoding) -> bool:
     """Whether MLX computes with the stored codes."""
-    if encoding.kind == "affine":
+    if encoding.kind in ("affine", "grouped", "row"):
         return encoding.bits in BITS and encoding.group_size in GROUP_SIZES
     return encoding.kind in ("mxfp4", "nvfp4", "mxfp8")
 
@@ -151,6 +152,13 @@ def make(encoding: Encoding, rows: int, cols: int, parts: Sequence[Bytes]) -> Ma
     if encoding.kind == "affine":
         scales, biases = (_elements(part, encoding.scale).reshape(rows, -1).astype(mx.float32) for part in parts[1:])
         return Matrix(rows, cols, to_device(words), scales, biases, "affine", encoding.bits, encoding.group_size)
+    if encoding.kind in ("grouped", "row"):
+        signed = encoding.bits == 8  # as stored; from 0 on here
+        scales = _elements(parts[1], encoding.scale).reshape(rows, -1)
+        scales = mx.contiguous(mx.broadcast_to(scales, (rows, cols // encoding.group_size)))
+        biases = scales * -(2.0 ** (encoding.bits - 1))
+        weight = to_device(words ^ 0x80808080 if signed else words)
+        return Matrix(rows, cols, weight, scales, biases, "affine", encoding.bits, encoding.group_size)
     scales = to_device(parts[1].reshape(rows, -1))
     return Matrix(rows, cols, to_device(words), scales, None, encoding.kind, encoding.bits, encoding.group_size)
 
@@ -161,7 +169,7 @@ def device_bytes(encoding: Encoding, rows: int, cols: int) -> int:
         return sum(encoding.part_bytes(rows, cols))
     if not is_native(encoding):
         return 4 * rows * cols
-    if encoding.kind == "affine":
+    if encoding.kind in ("affine", "grouped", "row"):
         return rows * cols * encoding.bits // 8 + 8 * rows * (cols // encoding.group_size)
     return sum(encoding.part_bytes(rows, cols))
 

@@ -10,11 +10,13 @@ from colibri_mp.mlx_backend.device import cache_bytes
 from colibri_mp.mlx_backend.expert_tier import slot_bytes
 from colibri_mp.mlx_backend.matrices import device_bytes, widened_bytes
 from colibri_mp.mlx_backend.mixers import KINDS
-from colibri_mp.plan_terms import LIBRARY_BYTES, Sizes, top_k, vector_bytes
+from colibri_mp.plan_terms import LIBRARY_BYTES, ExpertRoom, Sizes, top_k, vector_bytes
 
 DEVICE_SHARE = 0.25
-"""Of the budget: what experts on the device take beside the pools, at most. No less than one token needs of a worker's layers of
-one shape, no more than all experts."""
+"""Of what is left for experts: what they take on the device, beside the pools that save reads. More where the pools hold all of them
+with less, and at least what one token needs of layers of one shape."""
+
+_WITH_TABLES = 1.02  # a pool with its tables, over its slabs
 
 
 class MlxSizes(Sizes):
@@ -32,10 +34,11 @@ class MlxSizes(Sizes):
         """The paged arrays of all layers."""
         return sum(KINDS[type(spec)].kv_bytes(spec, num_tokens) for spec in self._mixers)
 
-    def device_bytes(self, groups: Sequence[Sequence[ExpertLayer]]) -> tuple[int, ...]:
-        """A share of the budget, divided as the experts are."""
+    def device_bytes(self, groups: Sequence[Sequence[ExpertLayer]], left: ExpertRoom) -> tuple[int, ...]:
+        """A share of what is left for experts, divided as they are."""
         whole = [sum(layer.num_experts * slot_bytes(layer.shape) for layer in group) for group in groups]
-        share = min(1.0, self.budget_bytes * DEVICE_SHARE / sum(whole))
+        wanted = min(max(left.left * DEVICE_SHARE, left.left - _WITH_TABLES * left.most), left.left - left.floor)
+        share = min(1.0, max(0.0, wanted) / sum(whole))
         return tuple(max(int(nbytes * share), self._least(group)) for nbytes, group in zip(whole, groups, strict=True))
 
     def _least(self, group: Sequence[ExpertLayer]) -> int:

@@ -5,6 +5,7 @@ So the way is a copy of the bytes and a transposition, made by the device itself
 
     format                                    on the device                                            bits a value
     q2 ... q8 in groups of 32, 64 and 128     the same codes, scales and biases as float32             bits + 64 / group
+    the same without biases, or by row        biases of -8 or -128 scales, scales for each group       bits + 64 / group
     fp4 with a byte a group (mxfp4, nvfp4)    as stored                                                4 + 8 / group
     fp8 with a byte a group (mxfp8)           as stored                                                8.25
     bf16, f16, f32, fp8 in tiles              values as float32                                        32
@@ -39,7 +40,7 @@ class SlabMatrix:
     @property
     def mode(self) -> str:
         """How MLX calls what it is on the device; "": float32 values."""
-        if layout.uses_groups(self.format) and self.format.scale in _TYPES:
+        if layout.uses_groups(self.format) and self.format.kind != "fp4":
             return "affine" if self.format.group_size in GROUP_SIZES else ""
         return _FLOAT_MODES.get((self.format.kind, self.format.scale), "")
 
@@ -85,15 +86,28 @@ def _affine(matrix: SlabMatrix, packed: Bytes) -> list[mx.array]:
     """Words, scales and biases of q2 ... q8, rows padded to blocks."""
     group, bits, blocks = matrix.format.group_size, matrix.bits, layout.num_blocks(matrix.rows)
     num_words = group * bits // 32
-    records = to_device(packed.view(np.uint32)).reshape(blocks, matrix.cols // group, -1)
+    whole = to_device(packed.view(np.uint32)).reshape(blocks, -1)
+    end = -BLOCK_ROWS if matrix.format.scale == "row" else whole.shape[1]
+    records = whole[:, :end].reshape(blocks, matrix.cols // group, -1)
     words = records[:, :, : num_words * BLOCK_ROWS].reshape(blocks, -1, num_words, BLOCK_ROWS)
     if bits != 4:
         words = _in_order(_units(words, bits))
     words = words.transpose(0, 3, 1, 2).reshape(blocks * BLOCK_ROWS, -1)
-    factors = mx.contiguous(records[:, :, num_words * BLOCK_ROWS :]).view(_TYPES[matrix.format.scale])
-    factors = factors.reshape(blocks, -1, 2, BLOCK_ROWS).transpose(2, 0, 3, 1).astype(mx.float32)
-    scales, biases = factors.reshape(2, blocks * BLOCK_ROWS, -1)
+    factors = whole[:, end:] if matrix.format.scale == "row" else records[:, :, num_words * BLOCK_ROWS :]
+    scales, biases = _scales_and_biases(matrix, mx.contiguous(factors))
     return [words if bits in (4, 8) else _narrow(words, bits), scales, biases]
+
+
+def _scales_and_biases(matrix: SlabMatrix, factors: mx.array) -> tuple[mx.array, mx.array]:
+    """[rows, groups] each, rows padded to blocks, of what a block or each of its records has beside codes."""
+    blocks, scale, num_groups = factors.shape[0], matrix.format.scale, matrix.cols // matrix.format.group_size
+    if scale in _TYPES:
+        found = factors.view(_TYPES[scale]).reshape(blocks, -1, 2, BLOCK_ROWS).transpose(2, 0, 3, 1)
+        scales, biases = found.astype(mx.float32).reshape(2, blocks * BLOCK_ROWS, -1)
+        return scales, biases
+    scales = factors.view(mx.float32).reshape(blocks, -1, BLOCK_ROWS).transpose(0, 2, 1)
+    scales = mx.broadcast_to(scales, (blocks, BLOCK_ROWS, num_groups)).reshape(blocks * BLOCK_ROWS, num_groups)
+    return scales, scales * -(2.0 ** (matrix.bits - 1))
 
 
 def _floats(matrix: SlabMatrix, packed: Bytes) -> list[mx.array]:
