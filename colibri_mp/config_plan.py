@@ -21,7 +21,7 @@ from colibri_mp.formats import ELEMENT_BYTES, Encoding
 from colibri_mp.limits import Room
 from colibri_mp.lossy import with_lossy_options
 from colibri_mp.models import find_model
-from colibri_mp.models.structure import ModelSpec
+from colibri_mp.models.structure import ModelSpec, MoeSpec
 from colibri_mp.plan_terms import TENSOR_BYTES, resident_bytes, top_k
 from colibri_mp.planner import Plan, make_plan, smallest_budget
 
@@ -34,7 +34,8 @@ class ModelFacts:
     """What a model is made of. `..._code_bytes` are the weights alone, `..._extra_bytes` what is stored with them: scales and biases.
 
     `num_experts` is of all layers, those of the predictors (layers that predict further tokens, which a run without `--draft` leaves
-    out) included; `resident_...` leaves them out. `resident_bytes` is what the coordinator keeps, as the plan has it.
+    out) included; `resident_...` leaves them out, and includes the routers, which are bf16. `resident_bytes` is what the
+    coordinator keeps, as the plan has it.
     """
 
     model_type: str
@@ -50,6 +51,7 @@ class ModelFacts:
     resident_bytes: int
     resident_code_bytes: int
     resident_extra_bytes: int
+    router_code_bytes: int
     predictor_code_bytes: int
     max_context: int
 
@@ -141,6 +143,7 @@ def describe(model: ModelSpec) -> ModelFacts:
         resident_bytes=resident_bytes(model),
         resident_code_bytes=codes,
         resident_extra_bytes=sum(matrix.stored_bytes for matrix in matrices) - codes,
+        router_code_bytes=sum(_code_bytes(layer.mlp.gate) for layer in model.layers if isinstance(layer.mlp, MoeSpec)),
         predictor_code_bytes=sum(map(_code_bytes, [*everything.resident_matrices(), *merges])) - codes,
         max_context=model.max_context,
     )

@@ -96,7 +96,8 @@ class Predicting:
             return [[] for _ in wanted]
 
     def _propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
-        mine = {id(sequence) for sequence, _ in wanted[: self._max_logits]}
+        # A sequence that goes back for its recurrent states has more than one token to compute: the predictor cannot be ahead of it.
+        mine = {id(sequence) for sequence, _ in wanted[: self._max_logits] if sequence.num_pending == 1}
         is_much = sum(waiting.num_ready for waiting in self._waiting.values()) > MOST_WAITING
         due = [w for key, w in self._waiting.items() if is_much or key in mine or w.sequence.num_pending > 1]
         last = self._catch_up([waiting for waiting in due if waiting.num_ready])

@@ -33,8 +33,8 @@ def _facts(facts: ModelFacts, made: ConfigPlan) -> list[str]:
         f"embedding and head {stored.ends.describe()}",
         f"expert   {format_size(facts.expert_code_bytes)} of weights and {format_size(facts.expert_extra_bytes)} of scales; "
         f"in memory {format_size(facts.slab_bytes)}",
-        f"resident {format_size(facts.resident_code_bytes)} of weights and {format_size(facts.resident_extra_bytes)} of "
-        f"scales; in memory {format_size(facts.resident_bytes)}{beside}",
+        f"resident {format_size(facts.resident_code_bytes)} of weights (routers, in bf16, {format_size(facts.router_code_bytes)}) "
+        f"and {format_size(facts.resident_extra_bytes)} of scales; in memory {format_size(facts.resident_bytes)}{beside}",
     ]
 
 

@@ -10,9 +10,10 @@ from safetensors import deserialize
 
 GOLDEN = Path(__file__).parent / "golden" / "tiny"
 Tensors = dict[str, tuple[str, list[int], bytes]]
+Edit = Callable[[Tensors, int], None]
 
 
-def with_predictor(name: str, folder: Path, edit: Callable[[Tensors, int], None]) -> Path:
+def with_predictor(name: str, folder: Path, edit: Edit) -> Path:
     """A copy of a golden checkpoint whose last layer is there once more, as a predictor; `edit(tensors, layer)` adds the rest."""
     source, made = GOLDEN / name, folder / name
     made.mkdir()
@@ -40,6 +41,16 @@ def random_predictor(tensors: Tensors, layer: int) -> None:
     for name in ("enorm", "hnorm", "shared_head.norm"):
         set_values(tensors, f"{path}.{name}.weight", rng.normal(1.0, 0.1, hidden).astype(np.float32))
     set_values(tensors, f"{path}.eh_proj.weight", rng.normal(0.0, 0.1, (hidden, 2 * hidden)).astype(np.float32))
+
+
+def random_mtp(tensors: Tensors, layer: int) -> None:
+    """As `random_predictor`, named as Qwen3-Next has it: the layer below `mtp.layers.0`, norms that are used as 1 + w."""
+    old, rng, hidden = f"model.layers.{layer}.", np.random.default_rng(3), tensors["model.norm.weight"][1][0]
+    for name in [name for name in tensors if name.startswith(old)]:
+        tensors[name.replace(old, "mtp.layers.0.")] = tensors.pop(name)
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        set_values(tensors, f"mtp.{name}.weight", rng.normal(0.0, 0.1, hidden).astype(np.float32))
+    set_values(tensors, "mtp.fc.weight", rng.normal(0.0, 0.1, (hidden, 2 * hidden)).astype(np.float32))
 
 
 def perfect_predictor(tensors: Tensors, layer: int) -> None:

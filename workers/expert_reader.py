@@ -42,9 +42,16 @@ _log = logging.getLogger(__name__)
 
 def scratch_bytes(layers: Sequence[ExpertLayer], num_threads: int) -> int:
     """Memory of `num_threads` I/O threads that read these layers, at most: scratch buffers, copies, and what quantising takes."""
-    buffer = buffer_bytes(max(LayerPlan(layer).scratch_bytes for layer in layers))
-    copies = max(LayerPlan(layer).copy_bytes for layer in layers)
-    return num_threads * (buffer + copies + max(map(quantising_bytes, layers)))
+    distinct = {_stored_form(layer): layer for layer in layers}.values()  # a hundred layers alike are looked at once
+    plans = [LayerPlan(layer) for layer in distinct]
+    buffer, copies = buffer_bytes(max(plan.scratch_bytes for plan in plans)), max(plan.copy_bytes for plan in plans)
+    return num_threads * (buffer + copies + max(map(quantising_bytes, distinct)))
+
+
+def _stored_form(layer: ExpertLayer) -> tuple[object, ...]:
+    """All that a read plan depends on but the places in files."""
+    encodings = (layer.gate, layer.up, layer.down, layer.packed_encodings)
+    return (layer.shape, *encodings, layer.arrangement, layer.bias, layer.is_packed, layer.piece_bytes.tobytes())
 
 
 def checksum(slab: Bytes) -> int:

@@ -195,7 +195,7 @@ def build_model(
     embed_shape = Shape((decoder.vocab_size, decoder.hidden), "vocab_size, hidden_size")
     embed = table.matrix(f"{decoder.root}.embed_tokens", embed_shape)
     specs = decoder.layer_mixers or (decoder.attention,) * decoder.num_layers
-    layers = tuple(_layer(table, decoder, i, spec, build_mlp, find_mixer) for i, spec in enumerate(specs))
+    layers = tuple(build_layer(table, decoder, i, spec, build_mlp, find_mixer) for i, spec in enumerate(specs))
     if not any(isinstance(layer.mlp, MoeSpec) for layer in layers):
         raise CheckpointError("config.json: no layer has experts; only mixture-of-experts models are supported")
     return ModelSpec(
@@ -258,15 +258,16 @@ def _predictors(
                 embed_norm=find_norm(table, f"{path}.enorm", hidden),
                 hidden_norm=find_norm(table, f"{path}.hnorm", hidden),
                 merge=table.matrix(f"{path}.eh_proj", Shape((hidden, 2 * hidden), "hidden_size, 2 * hidden_size")),
-                layer=_layer(table, decoder, i, decoder.attention, build_mlp, find_mixer),
+                layer=build_layer(table, decoder, i, decoder.attention, build_mlp, find_mixer),
                 final_norm=find_norm(table, f"{path}.shared_head.norm", hidden),
             )
         table.leave_out(f"{path}.")
 
 
-def _layer(
+def build_layer(
     table: TensorTable, decoder: DecoderConfig, i: int, spec: MixerSpec, build_mlp: BuildMlp, find_mixer: FindMixer
 ) -> LayerSpec:
+    """Layer `i` below the decoder's root."""
     path = f"{decoder.root}.layers.{i}"
     return LayerSpec(
         attention=spec,

@@ -4,7 +4,7 @@ attention, a shared expert with a gate, and norms that are stored as w and used 
 How rows are arranged in a checkpoint is settled here: what is loaded is always all of q, then k, then v.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,14 +16,25 @@ from colibri_mp.models.decoder import (
     BuildMlp,
     DecoderConfig,
     FindMixer,
+    build_layer,
     build_model,
     find_attention,
     find_norm,
     read_decoder_config,
 )
-from colibri_mp.models.structure import AttentionTensors, DeltaNetTensors, LayerSpec, MixerTensors, ModelSpec
+from colibri_mp.models.structure import (
+    AttentionTensors,
+    DeltaNetTensors,
+    LayerSpec,
+    MixerTensors,
+    ModelSpec,
+    MoeSpec,
+    PredictorSpec,
+)
 from colibri_mp.specs import AttentionSpec, DeltaNetSpec
 
+ReadMlps = Callable[[str], BuildMlp]
+_PREDICTOR_ROOTS = ("mtp", "language_model.mtp")
 _TYPES = ("linear_attention", "full_attention")
 
 
@@ -123,15 +134,16 @@ def _is_mlx(table: TensorTable, path: str) -> bool:
 
 
 def build_hybrid(
-    model_type: str, table: TensorTable, decoder: DecoderConfig, build_mlp: BuildMlp, find_delta_net: FindMixer
+    model_type: str, table: TensorTable, decoder: DecoderConfig, read_mlps: ReadMlps, find_delta_net: FindMixer
 ) -> ModelSpec:
-    """The whole model."""
+    """The whole model. `read_mlps(root)`: experts and dense blocks of the layers below a root, which is another one for predictors."""
 
     def find_mixer(table: TensorTable, layer_path: str, spec: Any) -> MixerTensors:
         is_delta = isinstance(spec, DeltaNetSpec)
         return find_delta_net(table, layer_path, spec) if is_delta else find_gated_attention(table, layer_path, spec)
 
-    model = build_model(model_type, table, decoder, build_mlp, find_mixer=find_mixer)
+    model = build_model(model_type, table, decoder, read_mlps(decoder.root), find_mixer=find_mixer)
+    model = replace(model, predictors=_predictors(table, decoder, read_mlps))
     paths = (f"{decoder.root}.layers.{layer}.linear_attn" for layer in range(decoder.num_layers))
     if any(_is_mlx(table, path) for path in paths):
         return model
@@ -139,6 +151,43 @@ def build_hybrid(
         model,
         final_norm=_zero_centred(model.final_norm),
         layers=tuple(_with_zero_centred_norms(layer) for layer in model.layers),
+        predictors=tuple(_predictor_with_zero_centred_norms(predictor) for predictor in model.predictors),
+    )
+
+
+def _predictors(table: TensorTable, decoder: DecoderConfig, read_mlps: ReadMlps) -> tuple[PredictorSpec, ...]:
+    """The one predictor, a layer of gated attention below `mtp`, where the checkpoint has it and it is wanted."""
+    found: tuple[PredictorSpec, ...] = ()
+    for root in _PREDICTOR_ROOTS:
+        if table.finds_predictors and not found and f"{root}.fc.weight" in table:
+            found = (_predictor(table, replace(decoder, root=root), read_mlps(root)),)
+        table.leave_out(f"{root}.")
+    return found
+
+
+def _predictor(table: TensorTable, decoder: DecoderConfig, build_mlp: BuildMlp) -> PredictorSpec:
+    """Its experts are those of the layer after the last."""
+    root, hidden = decoder.root, decoder.hidden
+    layer = build_layer(table, decoder, 0, decoder.attention, build_mlp, find_gated_attention)
+    if isinstance(layer.mlp, MoeSpec):
+        experts = replace(layer.mlp.experts, layer=decoder.num_layers)
+        layer = replace(layer, mlp=replace(layer.mlp, experts=experts))
+    return PredictorSpec(
+        embed_norm=find_norm(table, f"{root}.pre_fc_norm_embedding", hidden),
+        hidden_norm=find_norm(table, f"{root}.pre_fc_norm_hidden", hidden),
+        merge=table.matrix(f"{root}.fc", Shape((hidden, 2 * hidden), "hidden_size, 2 * hidden_size")),
+        layer=layer,
+        final_norm=find_norm(table, f"{root}.norm", hidden),
+    )
+
+
+def _predictor_with_zero_centred_norms(predictor: PredictorSpec) -> PredictorSpec:
+    return replace(
+        predictor,
+        embed_norm=_zero_centred(predictor.embed_norm),
+        hidden_norm=_zero_centred(predictor.hidden_norm),
+        layer=_with_zero_centred_norms(predictor.layer),
+        final_norm=_zero_centred(predictor.final_norm),
     )
 
 

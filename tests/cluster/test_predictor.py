@@ -4,10 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from predictor_fixture import perfect_predictor, random_predictor, with_predictor
+from predictor_fixture import Edit, perfect_predictor, random_mtp, random_predictor, with_predictor
 
 from colibri_mp import Cluster
+from colibri_mp.checkpoint import Checkpoint
 from colibri_mp.messages import Failed, Finished, Piece
+from colibri_mp.models import load_model
 
 SMALL: dict[str, Any] = {"num_workers": 2, "num_threads": 1, "ctx": 128, "kv_tokens": 512, "prefill_chunk": 24}
 PROMPTS = [list(range(3, 40)), [7, 8, 9] * 3, [250]]
@@ -43,10 +45,13 @@ def test_right_guesses_are_taken(tmp_path: Path) -> None:
     assert stats["model"]["num_layers"] == 4
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "glm4_moe_groups"])
-def test_wrong_guesses_change_nothing(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "predictor"),
+    [("glm4_moe_groups", random_predictor), ("glm_moe_dsa", random_predictor), ("qwen3_next", random_mtp)],
+)
+def test_wrong_guesses_change_nothing(tmp_path: Path, family: str, predictor: Edit) -> None:
     """A predictor of random weights, greedy and sampled, prompts in several chunks and together: the same tokens; prefixes are shared."""
-    with Cluster.launch(with_predictor(family, tmp_path, random_predictor), draft=2, **SMALL) as cluster:
+    with Cluster.launch(with_predictor(family, tmp_path, predictor), draft=2, **SMALL) as cluster:
         for options in ({"temperature": 0.0}, {"temperature": 1.0}):
             plain, drafted = answers(cluster, 0, **options), answers(cluster, 2, **options)
             assert [tokens for tokens, _ in drafted] == [tokens for tokens, _ in plain]
@@ -56,8 +61,9 @@ def test_wrong_guesses_change_nothing(tmp_path: Path, family: str) -> None:
 
 
 def test_without_guesses_the_predictor_is_left_out(tmp_path: Path) -> None:
-    """Its experts take no memory where nothing is guessed."""
-    folder = with_predictor("glm4_moe", tmp_path, random_predictor)
-    with Cluster.launch(folder, **SMALL) as cluster:
-        workers = cluster.stats()["workers"]
-    assert sum(worker["num_slots"] for worker in workers) == 3 * 8
+    """Its layer is there only where tokens are guessed; its experts then belong to the layer after the last."""
+    checkpoint = Checkpoint.open(with_predictor("glm4_moe", tmp_path, random_predictor))
+    plain, predicting = load_model(checkpoint), load_model(checkpoint, predicts=True)
+    assert (len(plain.layers), plain.predictors) == (4, ())
+    assert (len(predicting.layers), predicting.depth) == (5, 4)
+    assert [experts.layer for experts in predicting.expert_layers] == [1, 2, 3, 4]

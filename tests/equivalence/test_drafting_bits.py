@@ -11,7 +11,7 @@ from colibri_mp import Cluster
 from colibri_mp.messages import Constraint, Failed, Finished, Piece
 
 TINY = Path(__file__).parents[1] / "golden" / "tiny"
-FAMILIES = ("qwen3_moe", "glm4_moe", "gpt_oss", "mixtral_swa_tied")
+FAMILIES = ("qwen3_moe", "gpt_oss", "mixtral_swa_tied", "qwen3_next", "deepseek_v3", "glm_moe_dsa_shared")
 
 
 def answers(cluster: Cluster, prompts: list[list[int]], draft: int, **options: Any) -> list[list[Any]]:

@@ -21,13 +21,19 @@ TESTS = Path(__file__).parents[1]
 MACHINE = Machine(disk=2 * 10**9, memory=20 * 10**9)
 PLAIN = StoredAs.of("16", "16", "16", 64)
 MIXED = StoredAs.of("4", "4", "8", 64)
-FAMILIES = ("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+FAMILIES = (
+    *("deepseek_v2", "deepseek_v3", "glm4_moe", "glm_moe_dsa_shared", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe"),
+    *("qwen3_moe", "qwen3_next"),
+)
 
 # Parameters in billions as published, experts with those of the predictors, MB of an expert's 4-bit codes.
 GIANTS = {
     "qwen3-235b-a22b": (235.1, 94 * 128, 9.44),
     "gpt-oss-120b": (116.8, 36 * 128, 12.44),
     "glm-4.5": (352.8, 90 * 160, 11.8),
+    "deepseek-v3": (671.0, 59 * 256, 22.02),
+    "kimi-k2": (1026.4, 60 * 384, 22.02),
+    "glm-5.2": (743.4, 76 * 256, 18.87),
 }
 
 
@@ -59,14 +65,22 @@ def test_config_alone_gives_the_plan_of_the_checkpoint(family: str) -> None:
 def test_giants_have_the_sizes_that_are_published(name: str) -> None:
     """All parameters together, the number of experts and the bytes of one are those of the model cards."""
     billions, num_experts, code_megabytes = GIANTS[name]
-    facts = plan_giant(name, PLAIN).facts
+    facts = plan_giant(name, PLAIN, "4TB").facts
     num_counted = facts.num_experts - facts.num_predictor_experts
     parameters = (facts.resident_code_bytes + num_counted * facts.expert_code_bytes) / 2
     assert parameters / 1e9 == pytest.approx(billions, rel=2e-3)
     assert facts.num_experts == num_experts
-    quantised = plan_giant(name).facts
+    quantised = plan_giant(name, MIXED, "64GB").facts
     assert quantised.expert_code_bytes / 1e6 == pytest.approx(code_megabytes, rel=1e-3)
     assert quantised.expert_extra_bytes >= quantised.expert_code_bytes / 8  # bf16 scale and bias for 64 weights
+
+
+def test_resident_part_of_glm_5_2_is_what_is_published() -> None:
+    """About 9.9 GB with attention, shared and dense parts at 4 bit and embedding and head at 8 bit; scales come on top."""
+    facts = plan_giant("glm-5.2", MIXED, "64GB").facts
+    assert (facts.resident_code_bytes - facts.router_code_bytes) / 1e9 == pytest.approx(9.9, rel=0.05)
+    assert facts.resident_extra_bytes / 1e9 == pytest.approx(1.155, rel=0.01)
+    assert facts.expert_extra_bytes / 1e6 == pytest.approx(2.36, rel=0.01)
 
 
 def test_smallest_ram_is_legal_and_a_byte_less_is_not() -> None:
