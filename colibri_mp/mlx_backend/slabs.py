@@ -130,15 +130,15 @@ def _lines(block: mx.array, num_groups: int, group_bytes: int) -> tuple[mx.array
     per_line = layout.LINE_BYTES // BLOCK_ROWS
     whole, rest = divmod(num_groups, per_line)
     line_bytes = layout.LINE_BYTES + per_line * group_bytes
-    lines, last = block[:, : whole * line_bytes].reshape(len(block), whole, -1), block[:, whole * line_bytes :]
-    parts = []
+    scales, codes = [], []
     if whole:
-        found = (lines[:, :, : layout.LINE_BYTES], lines[:, :, layout.LINE_BYTES :])
-        parts.append(tuple(part.reshape(len(block), -1) for part in found))
+        lines = block[:, : whole * line_bytes].reshape(len(block), whole, -1)
+        scales.append(lines[:, :, : layout.LINE_BYTES].reshape(len(block), -1))
+        codes.append(lines[:, :, layout.LINE_BYTES :].reshape(len(block), -1))
     if rest:
-        end = layout.LINE_BYTES + rest * group_bytes
-        parts.append((last[:, : rest * BLOCK_ROWS], last[:, layout.LINE_BYTES : end]))
-    scales, codes = zip(*parts, strict=True)
+        last = block[:, whole * line_bytes :]
+        scales.append(last[:, : rest * BLOCK_ROWS])
+        codes.append(last[:, layout.LINE_BYTES : layout.LINE_BYTES + rest * group_bytes])
     return mx.concatenate(scales, axis=1), mx.concatenate(codes, axis=1)
 
 
