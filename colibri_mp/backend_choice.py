@@ -29,9 +29,14 @@ def with_backend(config: LaunchConfig, model: ModelSpec) -> LaunchConfig:
     return replace(config, backend="mlx" if chosen else "cpu")
 
 
+def is_installed() -> bool:
+    """Whether MLX can be imported here."""
+    return find_spec("mlx") is not None and find_spec("mlx.core") is not None
+
+
 def has_gpu() -> bool:
     """Whether MLX can be imported here and has Metal or CUDA. On Linux it is imported only if its CUDA package is there."""
-    if find_spec("mlx.core") is None:
+    if not is_installed():
         return False
     if sys.platform == "linux" and not any(name.startswith("mlx-cuda") for name in _distributions()):
         return False
@@ -46,7 +51,7 @@ def _distributions() -> list[str]:
 
 def _hindrance(model: ModelSpec, config: LaunchConfig) -> str:
     """Why MLX cannot run this; "" if it can."""
-    if find_spec("mlx.core") is None:
+    if not is_installed():
         return f"MLX is not installed; {_INSTALL}"
     if config.kv_bits != 32:
         return f"--kv-bits {config.kv_bits} is of the compiled kernels; leave it out, or launch with --backend cpu"

@@ -24,6 +24,9 @@ rm -rf build
 step "types"
 (cd "$work" && "$bin/mypy" --config-file "$root/pyproject.toml" -p colibri_mp)
 
+step "kernels"
+"$bin/python" tests/compile_kernels.py
+
 step "tests"
 "$bin/pytest" --numprocesses 2 --dist loadfile "$@"  # a file is one process's: its tests share clusters
 step "all good"

@@ -2,7 +2,7 @@
 """Does a run stay within its memory plan? Prints JSON last.
 
     scripts/measure_memory.py MODEL --ram 40%             # a size, or a share of the checkpoint's bytes
-    scripts/measure_memory.py --matrix FOLDER [MODEL]     # the plan's total against the measured peak, 20 ways
+    scripts/measure_memory.py --matrix FOLDER [MODEL]     # the plan's total against the measured peak, 21 ways
 
 The first form runs a prompt within --ram and once with everything resident, and exits with 1 if the budget was passed or the
 tokens differ. The second one makes small models in FOLDER (kept for the next time), runs them, the built-in model and MODEL
@@ -51,6 +51,10 @@ SMALL_MODELS = {
     "qwen3": "--family qwen3_moe --hidden 512 --layers 12 --experts 64 --top-k 4 --width 256 --heads 8 --kv-heads 4 --vocab 8192",
     "mixtral": "--family mixtral --dtype bf16 --hidden 256 --layers 4 --experts 8 --top-k 2 --width 512 --heads 4 --vocab 32000",
     "olmoe": "--family olmoe --bits 8 --hidden 1024 --layers 6 --experts 32 --top-k 4 --width 512 --heads 16 --vocab 16384",
+    "sparse": (
+        "--family glm_moe_dsa --hidden 512 --layers 4 --dense-layers 1 --dense-width 512 --experts 32 --top-k 4 --width 256 --heads 4 "
+        "--q-rank 256 --nope-dim 64 --v-dim 64 --index-heads 4 --index-freq 2 --vocab 4096 --ctx 65536"
+    ),
 }
 CASES = (  # model, --ram, --ctx, --workers
     ("demo", "310MB", 256, 1), ("demo", "330MB", 2048, 1), ("demo", "1GB", 512, 2), ("demo", "auto", 2048, 4),
@@ -59,7 +63,7 @@ CASES = (  # model, --ram, --ctx, --workers
     ("mixtral", "340MB", 512, 1), ("mixtral", "400MB", 4096, 1), ("mixtral", "auto", 2048, 2),
     ("olmoe", "450MB", 1024, 1), ("olmoe", "750MB", 4096, 2), ("olmoe", "auto", 512, 1),
     ("large", "1300MB", 512, 1), ("large", "1800MB", 1024, 2), ("large", "2500MB", 2048, 1), ("large", "3500MB", 2048, 2),
-    ("large", "auto", 1024, 1),
+    ("large", "auto", 1024, 1), ("sparse", "750MB", 32768, 1),
 )  # fmt: skip
 
 
@@ -151,10 +155,12 @@ def compare(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     return result, within_budget and same_tokens
 
 
-def matrix(folder: Path, large: str | None) -> tuple[dict[str, Any], bool]:
+def matrix(folder: Path, large: str | None, only: str | None) -> tuple[dict[str, Any], bool]:
     """The plan's total against the measured peak for every case."""
     cases = []
     for name, ram, ctx, workers in CASES:
+        if only not in (None, name):
+            continue
         model = model_path(folder, name, large)
         if model is None:
             print(f"{name:8} is left out: no model given", file=sys.stderr)
@@ -214,6 +220,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="folder of a checkpoint")
     parser.add_argument("--matrix", type=Path, metavar="FOLDER", help="hold plans against peaks; small models go there")
+    parser.add_argument("--only", metavar="NAME", help="of the matrix, the cases of this model")
     parser.add_argument("--ram", default="40%")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=64)
@@ -223,7 +230,7 @@ def main() -> int:
     if args.model is None and args.matrix is None:
         parser.error("give a MODEL, or --matrix FOLDER")
     started = time.perf_counter()
-    result, is_good = matrix(args.matrix, args.model) if args.matrix else compare(args)
+    result, is_good = matrix(args.matrix, args.model, args.only) if args.matrix else compare(args)
     print(json.dumps(result | {"seconds": time.perf_counter() - started}))
     return 0 if is_good else 1
 

@@ -22,10 +22,10 @@ from colibri_mp.kernels.attention_stage import FRAME, STEP_FIELDS
 from colibri_mp.kernels.attention_tiles import SCORE_STRIDE, SPLIT_TOKENS
 from colibri_mp.kernels.kv_cache import KVCache, padded_head_dim
 from colibri_mp.kernels.kv_cache8 import CACHES
-from colibri_mp.kernels.layout import num_blocks
 from colibri_mp.kernels.linear import DEFAULT_PLANES, describe, row_table
 from colibri_mp.kernels.paged_cache import BLOCK_TOKENS
 from colibri_mp.kernels.rope import RopeTables
+from colibri_mp.kernels.row_buffer import RowBuffer
 from colibri_mp.kernels.team import ThreadTeam, aligned_bytes
 from colibri_mp.specs import AttentionSpec
 
@@ -68,7 +68,7 @@ class AttentionStage:
         self._team, self._tables, self._planes, self._kv_bits = team, tables, planes, kv_bits
         self._sizes = _Sizes(spec, max_context, team.num_threads)
         self._rows_a_place = max(1, self._sizes.max_queries // spec.group_size)
-        self._activations = {name: _Rows(max_tokens, width) for name, width in self._sizes.widths.items()}
+        self._activations = {name: RowBuffer(max_tokens, width) for name, width in self._sizes.widths.items()}
         self._scratch = aligned_bytes(self._sizes.scratch_bytes * team.num_threads)
         self._partials = aligned_bytes(self._sizes.partial_bytes * self._sizes.num_partials)
         self._places = np.zeros(max_tokens, PLACE)
@@ -216,15 +216,6 @@ class AttentionStage:
 
 def _address(array: F32Array | None) -> int:
     return 0 if array is None else int(array.ctypes.data)
-
-
-class _Rows:
-    """A buffer of `num_rows` rows with room for `width` values, padded to whole vectors, and the table of its rows."""
-
-    def __init__(self, num_rows: int, width: int) -> None:
-        self.stride = num_blocks(width) * 64
-        self.data = aligned_bytes(num_rows * self.stride)
-        self.table = row_table(self.data.ctypes.data, self.stride, num_rows)
 
 
 class _Sizes:

@@ -18,6 +18,7 @@ from colibri_mp.kernels.delta_rows import BLOCK_ROWS
 from colibri_mp.kernels.delta_stage import FRAME, MATRICES, STEP_FIELDS
 from colibri_mp.kernels.layout import num_blocks
 from colibri_mp.kernels.linear import DEFAULT_PLANES, describe, row_table
+from colibri_mp.kernels.row_buffer import RowBuffer
 from colibri_mp.kernels.team import ThreadTeam, aligned_bytes
 from colibri_mp.specs import DeltaNetSpec
 
@@ -39,7 +40,7 @@ class DeltaNetStage:
         self.spec, self.max_tokens = spec, max_tokens
         self._team, self._planes = team, planes
         self._sizes = _Sizes(spec)
-        self._activations = {name: _Rows(max_tokens, width) for name, width in self._sizes.widths.items()}
+        self._activations = {name: RowBuffer(max_tokens, width) for name, width in self._sizes.widths.items()}
         self._scratch = aligned_bytes(self._sizes.scratch_bytes * team.num_threads)
         self._prepared: dict[tuple[int, int], tuple[NDArray[np.uint8], NDArray[np.int64]]] = {}
         self._template = self._make_template()
@@ -159,15 +160,6 @@ def find_chains(batch: Batch, num_slots: int) -> I32Array:
 def _largest_prepared(spec: DeltaNetSpec) -> int:
     """Upper limit of the bytes of a prepared row, whatever the format."""
     return max(spec.hidden, spec.value_width) * 9 // 2 + 64
-
-
-class _Rows:
-    """A buffer of `num_rows` rows with room for `width` values, padded to whole vectors, and the table of its rows."""
-
-    def __init__(self, num_rows: int, width: int) -> None:
-        self.stride = num_blocks(width) * 64
-        self.data = aligned_bytes(num_rows * self.stride)
-        self.table = row_table(self.data.ctypes.data, self.stride, num_rows)
 
 
 class _Sizes:

@@ -5,11 +5,9 @@
 
 What a row gives depends on its position, its sequence's cache and the weights alone, to the bit. Decode and prefill both attend to
 latents (absorbed form), so that they agree. With an indexer (DSA) rows that see more than its top_k positions read those that it chooses:
-`indexer`. Phases: `mla_stage`; inner loops: `mla_core`, `mla_tiles`; cache: `latent_cache`;
+`indexer`. Phases: `mla_stage`, `mla_heads`; inner loops: `mla_core`, `mla_tiles`; memory: `mla_sizes`; cache: `latent_cache`;
 weights: `mla_weights`; the same in plain numpy: `reference_mla`.
 """
-
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,27 +16,22 @@ from colibri_mp.errors import RequestError
 from colibri_mp.kernels import attention_plan, mla_stage
 from colibri_mp.kernels.attention_inputs import Batch, Chosen, check_plain
 from colibri_mp.kernels.attention_plan import PLACE, PLAN
-from colibri_mp.kernels.attention_tiles import SCORE_STRIDE, SPLIT_TOKENS
+from colibri_mp.kernels.attention_tiles import SPLIT_TOKENS
 from colibri_mp.kernels.indexer import Indexer
-from colibri_mp.kernels.latent_cache import LatentCache, padded
+from colibri_mp.kernels.latent_cache import LatentCache
 from colibri_mp.kernels.layout import num_blocks
 from colibri_mp.kernels.linear import DEFAULT_PLANES, describe, row_table
-from colibri_mp.kernels.mla_stage import FRAME, MATRICES, STEP_FIELDS, TOKENS_A_PASS
-from colibri_mp.kernels.mla_tiles import PART_BYTES, VECTOR_BYTES, VECTORS, WIDTH
+from colibri_mp.kernels.mla_sizes import ITEMS_A_THREAD, MlaSizes
+from colibri_mp.kernels.mla_stage import FRAME, MATRICES, STEP_FIELDS
+from colibri_mp.kernels.mla_tiles import WIDTH
 from colibri_mp.kernels.mla_weights import MlaWeights
 from colibri_mp.kernels.rope import RopeTables
+from colibri_mp.kernels.row_buffer import RowBuffer
 from colibri_mp.kernels.team import ThreadTeam, aligned_bytes
 from colibri_mp.specs import MlaSpec
 
 F32Array = NDArray[np.float32]
 
-CHUNK_QUERIES = 64
-"""Query vectors that share a pass over the cache: the more, the less turning of tiles is in it; scratch is for the second-level cache."""
-
-MAX_PARTIALS_BYTES = 64 << 20
-"""Room for partials when the splits of one chunk are shared among threads; a longer context is not shared."""
-
-_ITEMS_A_THREAD = 4
 _EVERYTHING = 1 << 40
 
 
@@ -70,8 +63,8 @@ class MlaStage:
             if spec.indexer is None
             else Indexer(spec.indexer, tables, max_tokens, max_context, team.num_threads, planes)
         )
-        self._sizes = _Sizes(spec, max_tokens, max_context, team.num_threads)
-        self._rows = {name: _Rows(max_tokens, width) for name, width in self._sizes.widths.items()}
+        self._sizes = MlaSizes(spec, max_tokens, max_context, team.num_threads)
+        self._rows = {name: RowBuffer(max_tokens, width) for name, width in self._sizes.widths.items()}
         self._prepared = [aligned_bytes(max_tokens * size) for size in self._sizes.prepared_bytes]
         self._scratch = aligned_bytes(self._sizes.scratch_bytes * team.num_threads)
         self._partials = aligned_bytes(self._sizes.partial_bytes * self._sizes.num_partials)
@@ -85,7 +78,7 @@ class MlaStage:
     @staticmethod
     def scratch_bytes(spec: MlaSpec, max_tokens: int, max_context: int, num_threads: int) -> int:
         """Bytes a stage allocates, at most."""
-        sizes = _Sizes(spec, max_tokens, max_context, num_threads)
+        sizes = MlaSizes(spec, max_tokens, max_context, num_threads)
         rows = sum(num_blocks(width) * 64 for width in sizes.widths.values()) + sum(sizes.prepared_bytes)
         tables = 8 * (len(sizes.widths) + len(MATRICES)) + PLACE.itemsize
         fixed = sizes.scratch_bytes * num_threads + sizes.partial_bytes * sizes.num_partials
@@ -174,7 +167,7 @@ class MlaStage:
 
     def _shares_splits(self, num_items: int, num_splits: int) -> bool:
         """Whether several threads should work on one item: too few items to go round, and room for the partials."""
-        few = num_items < _ITEMS_A_THREAD * self._team.num_threads
+        few = num_items < ITEMS_A_THREAD * self._team.num_threads
         return num_splits > 1 and few and num_items * num_splits <= self._sizes.num_partials
 
     def _bound(self, weights: MlaWeights) -> tuple[NDArray[np.void], NDArray[np.int64]]:
@@ -232,7 +225,7 @@ class MlaStage:
         spec, sizes, frame = self.spec, self._sizes, np.zeros(1, FRAME)
         for name in ("hidden", "num_heads", "rope_dim", "nope_dim", "v_dim", "interleaved", "scale"):
             frame[name] = getattr(spec, name)
-        for name in _Sizes.FRAME_FIELDS:
+        for name in MlaSizes.FRAME_FIELDS:
             frame[name] = getattr(sizes, name)
         for name, rows in self._rows.items():
             frame[name], frame[f"{name}_rows"] = rows.data.ctypes.data, rows.table.ctypes.data
@@ -249,85 +242,3 @@ class MlaStage:
 
 def _address(array: F32Array | None) -> int:
     return 0 if array is None else int(array.ctypes.data)
-
-
-def _heads_a_chunk(num_heads: int, num_threads: int) -> int:
-    """A divisor of the heads, at most CHUNK_QUERIES; less where threads would have nothing to do."""
-    divisors = [n for n in range(1, min(num_heads, CHUNK_QUERIES) + 1) if num_heads % n == 0]
-    shared = [n for n in divisors if num_heads // n >= num_threads and n >= 2 * WIDTH]
-    return max(shared or divisors)
-
-
-def _prepared_bytes(cols: int) -> int:
-    """Bytes of a prepared row, at most."""
-    return cols * 9 // 2 + 128
-
-
-class _Rows:
-    """A buffer of `num_rows` rows with room for `width` values, padded to whole vectors, and the table of its rows."""
-
-    def __init__(self, num_rows: int, width: int) -> None:
-        self.stride = num_blocks(width) * 64
-        self.data = aligned_bytes(num_rows * self.stride)
-        self.table = row_table(self.data.ctypes.data, self.stride, num_rows)
-
-
-class _Sizes:
-    """Sizes and offsets in bytes of a stage's memory (see `mla_core` for the layouts).
-
-    A thread's scratch holds the packed queries of a chunk and what the core needs beside them, or, in the phases that go by rows or heads,
-    a row, or the prepared rows of TOKENS_A_PASS tokens with the table of their addresses and one row more.
-    """
-
-    FRAME_FIELDS: ClassVar[tuple[str, ...]] = (
-        *("group_size", "head_chunks", "v_padded", "key_width", "max_queries", "value_parts", "largest_offset"),
-        *("scores_offset", "keys_offset", "rows_offset", "partial_offset", "merged_offset", "factors_offset"),
-        *("table_offset", "row_offset", "scratch_bytes", "partial_bytes"),
-    )
-
-    def __init__(self, spec: MlaSpec, max_tokens: int, max_context: int, num_threads: int) -> None:
-        heads, latent = spec.num_heads, spec.kv_lora_rank
-        self.v_padded, self.key_width = padded(spec.v_dim), padded(latent + spec.rope_dim)
-        self.widths = {
-            "q_a": spec.q_lora_rank or 16,
-            "kv_a": latent + spec.rope_dim,
-            "q": max(spec.q_width, heads * self.v_padded),
-            "latents": heads * latent,
-            "out": spec.hidden,
-        }
-        context = heads * spec.v_dim
-        largest = max(spec.hidden, spec.q_lora_rank or 0, context)
-        self.prepared_bytes = (_prepared_bytes(largest), _prepared_bytes(spec.hidden))
-        self._cut_queries(heads, num_threads)
-        self._lay_out(spec, max_tokens, max_context, num_threads)
-        num_splits = -(-max_context // SPLIT_TOKENS)
-        wanted = _ITEMS_A_THREAD * num_threads * num_splits if num_threads > 1 and num_splits > 1 else 0
-        self.num_partials = min(wanted, MAX_PARTIALS_BYTES // self.partial_bytes)
-
-    def _cut_queries(self, heads: int, num_threads: int) -> None:
-        """How many heads and rows make a chunk."""
-        self.group_size = _heads_a_chunk(heads, num_threads)
-        self.head_chunks = heads // self.group_size
-        self.rows_a_place = max(1, CHUNK_QUERIES // self.group_size)
-        self.max_queries = -(-self.group_size * self.rows_a_place // 16) * 16
-
-    def _lay_out(self, spec: MlaSpec, max_tokens: int, max_context: int, num_threads: int) -> None:
-        parts = -(-spec.kv_lora_rank // 16)
-        self.value_parts = -(-parts // VECTORS) * VECTORS
-        self.largest_offset = self.max_queries * self.value_parts * VECTOR_BYTES
-        self.partial_bytes = self.largest_offset + self.max_queries * 8
-        self.scores_offset = self.max_queries * self.key_width * 4
-        self.keys_offset = self.scores_offset + self.max_queries * SCORE_STRIDE * 4
-        self.rows_offset = self.keys_offset + self.key_width * VECTORS * VECTOR_BYTES
-        self.partial_offset = self.rows_offset + self.key_width // 16 * PART_BYTES
-        self.merged_offset = self.partial_offset + self.partial_bytes
-        self.factors_offset = self.merged_offset + self.partial_bytes
-        core_bytes = self.factors_offset + self.max_queries * 8
-        self.head_row_bytes = _prepared_bytes(max(spec.kv_lora_rank, spec.nope_dim))
-        self.table_offset = -(-min(max_tokens, TOKENS_A_PASS) * self.head_row_bytes // 64) * 64
-        self.row_offset = self.table_offset + 8 * TOKENS_A_PASS
-        heads_bytes = self.row_offset + padded(max(spec.nope_dim, spec.rope_dim)) * 4
-        index_bytes = (
-            0 if spec.indexer is None else Indexer.thread_scratch_bytes(spec.indexer, max_context, num_threads)
-        )
-        self.scratch_bytes = -(-max(core_bytes, heads_bytes, padded(spec.hidden) * 4, index_bytes) // 64) * 64

@@ -27,8 +27,9 @@ from colibri_mp.kernels.attention_rows import add_row
 from colibri_mp.kernels.block import block_frame, finish_block
 from colibri_mp.kernels.index_stage import index_phases, prepare_input_row, prepare_query_row
 from colibri_mp.kernels.jit import Native, compiled, fixed
-from colibri_mp.kernels.linear import MATRIX, blocks_per_chunk, multiply_blocks, prepare_rows
-from colibri_mp.kernels.mla_rows import add_constant, dot_rows, multiply_rows, scale_row, store_latent, turn
+from colibri_mp.kernels.linear import MATRIX, blocks_per_chunk, prepare_rows
+from colibri_mp.kernels.mla_heads import TOKENS_A_PASS, absorb, close_gaps, unfold
+from colibri_mp.kernels.mla_rows import store_latent, turn
 from colibri_mp.kernels.norm import rms_norm_row
 from colibri_mp.kernels.stage_parts import (
     TOKENS_A_CHUNK,
@@ -39,7 +40,7 @@ from colibri_mp.kernels.stage_parts import (
     take_scratch,
 )
 from colibri_mp.kernels.team import barrier, done, take
-from colibri_mp.kernels.vectors import call_native3, copy_bytes, get_i32, record_at, set_i64
+from colibri_mp.kernels.vectors import get_i32, record_at
 
 STEP_FIELDS = (
     *("num_tokens", "positions", "sequences", "block_table", "max_blocks"),
@@ -80,8 +81,6 @@ FRAME = np.dtype(
 )
 """What a call of the stage knows; 0 where an address is of something that is not there. `q_lora` 0: no q_a, `q_matrix` takes h."""
 
-TOKENS_A_PASS = 64
-"""Tokens that go through a head's matrix together."""
 
 _NORM, _PROJECT, _LATENT, _QUERIES, _ABSORB, _INDEX = (fixed(phase) for phase in range(6))
 _ATTEND, _MERGE, _VALUES, _PREPARE, _OUTPUT, _FINISH = (fixed(5 + index_stage.NUM_PHASES + phase) for phase in range(6))
@@ -159,40 +158,10 @@ def _absorb_phase(job: Any, control: int, tag: int, scratch: int) -> bool:
     chunk = take(control, tag, _ABSORB, job.num_heads) if scratch != 0 else -1
     while chunk >= 0:
         for first in range(0, job.num_tokens, TOKENS_A_PASS):
-            _absorb(job, chunk, first, min(job.num_tokens, first + TOKENS_A_PASS), scratch)
+            absorb(job, chunk, first, min(job.num_tokens, first + TOKENS_A_PASS), scratch)
         done(control, _ABSORB)
         chunk = take(control, tag, _ABSORB, job.num_heads)
     return barrier(control, tag, _ABSORB, job.num_heads)
-
-
-@compiled
-def _absorb(job: Any, head: int, first: int, last: int, scratch: int) -> None:
-    """Finish one head's queries of some tokens, and multiply their nope parts with its W_uk, a group of output columns at a time."""
-    width, qk_bytes = job.latent_dim // job.num_scales, (job.nope_dim + job.rope_dim) * 4
-    for t in range(first, last):
-        query = job.q + t * job.q_stride + head * qk_bytes
-        scale_row(query, job.nope_dim + job.rope_dim, np.float32(job.scale))
-        turn(job, query + job.nope_dim * 4, get_i32(job.positions + 4 * t), scratch)
-    row, table = scratch + job.row_offset, scratch + job.table_offset
-    for group in range(job.num_scales):
-        factors = (head * job.num_scales + group) * job.nope_dim * 4
-        for t in range(first, last):
-            query, prepared = (
-                job.q + t * job.q_stride + head * qk_bytes,
-                scratch + (t - first) * job.uk_matrix.prepared_bytes,
-            )
-            if job.uk_scales != 0:
-                multiply_rows(query, job.uk_scales + factors, row, job.nope_dim)
-                query = row
-            call_native3(job.uk_matrix.prepare, query, prepared, job.uk_matrix.cols)
-            set_i64(table + 8 * (t - first), prepared)
-        block = (head * job.latent_dim + group * width) // 16
-        multiply_blocks(job.uk_matrix, block, block + width // 16, table, job.latents_rows + 8 * first, last - first)
-        if job.uk_biases != 0:
-            for t in range(first, last):
-                query = job.q + t * job.q_stride + head * qk_bytes
-                addend = dot_rows(query, job.uk_biases + factors, job.nope_dim)
-                add_constant(job.latents + t * job.latents_stride + block * 64, width, addend)
 
 
 @compiled
@@ -265,22 +234,10 @@ def _values_phase(job: Any, control: int, tag: int, scratch: int) -> bool:
     chunk = take(control, tag, _VALUES, job.num_heads) if scratch != 0 else -1
     while chunk >= 0:
         for first in range(0, job.num_tokens, TOKENS_A_PASS):
-            _unfold(job, chunk, first, min(job.num_tokens, first + TOKENS_A_PASS), scratch)
+            unfold(job, chunk, first, min(job.num_tokens, first + TOKENS_A_PASS), scratch)
         done(control, _VALUES)
         chunk = take(control, tag, _VALUES, job.num_heads)
     return barrier(control, tag, _VALUES, job.num_heads)
-
-
-@compiled
-def _unfold(job: Any, head: int, first: int, last: int, scratch: int) -> None:
-    """W_uv of one head times its latents of some tokens; the context takes the queries' place."""
-    table, latent = scratch + job.table_offset, job.latents + head * job.latent_dim * 4
-    for t in range(first, last):
-        prepared = scratch + (t - first) * job.uv_matrix.prepared_bytes
-        call_native3(job.uv_matrix.prepare, latent + t * job.latents_stride, prepared, job.uv_matrix.cols)
-        set_i64(table + 8 * (t - first), prepared)
-    blocks = job.v_padded // 16
-    multiply_blocks(job.uv_matrix, head * blocks, (head + 1) * blocks, table, job.q_rows + 8 * first, last - first)
 
 
 @compiled
@@ -291,19 +248,11 @@ def _prepare_phase(job: Any, control: int, tag: int) -> bool:
         first, last = chunk * TOKENS_A_CHUNK, min(job.num_tokens, (chunk + 1) * TOKENS_A_CHUNK)
         if job.v_padded != job.v_dim:
             for t in range(first, last):
-                _close_gaps(job, job.q + t * job.q_stride)
+                close_gaps(job, job.q + t * job.q_stride)
         prepare_rows(job.o_matrix, job.q, job.q_stride, job.o_prepared, first, last)
         done(control, _PREPARE)
         chunk = take(control, tag, _PREPARE, num_chunks)
     return barrier(control, tag, _PREPARE, num_chunks)
-
-
-@compiled
-def _close_gaps(job: Any, context: int) -> None:
-    """[heads][v_padded] -> [heads][v_dim], in place; a head at a time, which may overlap its own new place only when it goes first."""
-    for head in range(1, job.num_heads):
-        for i in range(job.v_dim):
-            copy_bytes(context + (head * job.v_padded + i) * 4, context + (head * job.v_dim + i) * 4, 4)
 
 
 @compiled

@@ -27,6 +27,13 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
+def sparse() -> Iterator[Cluster]:
+    """A model whose attention chooses what it reads."""
+    with launch("glm_moe_dsa_shared") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int], list[int]]:
     """A file with the first turn of a conversation, the whole conversation, and the second answer."""
     path = tmp_path_factory.mktemp("sessions") / "session"
@@ -85,10 +92,23 @@ def test_a_damaged_file_changes_nothing(
     assert before["requests"]["kv_blocks_free"] == before["requests"]["kv_blocks"]
 
 
-def test_a_file_of_another_model_is_refused(saved: tuple[Path, list[int], list[int]]) -> None:
+def test_index_keys_are_part_of_a_session(sparse: Cluster, tmp_path: Path) -> None:
+    """Sparse attention chooses the same positions over restored blocks, which others had taken meanwhile, as before."""
+    tokens = [*PROMPT, *sparse.generate(PROMPT, **GREEDY).token_ids, 9, 9, 9]
+    wanted = sparse.logits(tokens)
+    assert sparse.save_session(tokens, tmp_path / "sparse").num_tokens == 112
+    sparse.generate([7, 7], **{**GREEDY, "max_tokens": 180})
+    assert sparse.restore_session(tmp_path / "sparse").num_tokens == 112
+    done = sparse.generate(tokens, **GREEDY)
+    assert done.stats["cached_tokens"] == 112
+    assert done.token_ids[0] == int(wanted[-1].argmax())
+    assert sparse.logits([*tokens, *done.token_ids])[len(tokens) - 1 : -1].argmax(axis=1).tolist() == done.token_ids
+
+
+def test_a_file_of_another_model_is_refused(sparse: Cluster, saved: tuple[Path, list[int], list[int]]) -> None:
     """The error names what differs."""
-    with launch("mixtral") as other, pytest.raises(SessionError, match="another fingerprint"):
-        other.restore_session(saved[0])
+    with pytest.raises(SessionError, match="another fingerprint"):
+        sparse.restore_session(saved[0])
 
 
 def test_bad_requests(cluster: Cluster, tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ FIXTURES = [
 NUM_EXPERTS, TOP_K = 8, 2  # of all fixtures but those in MORE_SLOTS, whose pools are no smaller than they need
 MORE_SLOTS = {"glm4_moe_groups": 4, "deepseek_v3": 4}
 REFERENCE = {"num_workers": 1, "num_threads": 1, "ctx": 128}
+"""With all experts in memory."""
 VARIANTS: list[dict[str, Any]] = [  # the usage that one has learned is read at the start of the next
-    {"num_workers": 2, "num_threads": 2, "ctx": 128, "slots": TOP_K},
+    {"num_workers": 2, "num_threads": 2, "ctx": 128, "slots": TOP_K, "prefill_chunk": 5, "io_threads": 1},
     {"num_workers": 4, "num_threads": 1, "ctx": 240, "slots": NUM_EXPERTS // 2, "io": "direct", "policy": "lru"},
-    {"num_workers": 1, "num_threads": 2, "ctx": 128, "slots": NUM_EXPERTS, "prefill_chunk": 5, "io_threads": 1},
     {
         "num_workers": 2,
         "num_threads": 2,

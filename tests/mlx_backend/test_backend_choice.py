@@ -1,5 +1,6 @@
 """Which backend a launch gets: what was asked for, MLX only where it can do it, an error that says what would do."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,8 @@ def test_auto_is_mlx_where_it_has_a_gpu(model: ModelSpec, monkeypatch: pytest.Mo
 
 def test_mlx_that_is_not_installed(model: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for, it is an error with the command that installs it; not asked for, nothing is said."""
-    monkeypatch.setattr(backend_choice, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "mlx", None)
+    monkeypatch.delitem(sys.modules, "mlx.core", raising=False)
     assert choice(model) == "cpu"
     with pytest.raises(ConfigError, match=r"not installed; install it \(pip install 'colibri-mp\[mlx\]'\)"):
         choice(model, backend="mlx")

@@ -153,6 +153,12 @@ MARKER_DEFECTS: list[tuple[Edit, str]] = [
 ]
 
 
+def test_first_layout_is_read(folder: Path) -> None:
+    """Containers of R16S-1 are as they would be made now, where the sizes are: 4-bit codes here."""
+    edit_json(folder / "config.json", lambda config: config["colibri_container"].update(layout="R16S-1"))
+    assert load_model(Checkpoint.open(folder)).expert_layers[0].is_packed
+
+
 @pytest.mark.parametrize(("edit", "message"), MARKER_DEFECTS, ids=[message for _, message in MARKER_DEFECTS])
 def test_defects_of_the_marker(folder: Path, edit: Edit, message: str) -> None:
     """config.json must be of this version and layout, and belong to the files."""

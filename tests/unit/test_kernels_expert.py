@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from kernel_cases import BF16, EXPERT_ENCODINGS, F32, Experts, affine
+from kernel_cases import BF16, EXPERT_ENCODINGS, F32, FP8, INT8, MXFP4, NVFP4, Experts, affine, int4
 
 from colibri_mp.formats import Encoding
 from colibri_mp.kernels import expert, reference
@@ -21,6 +21,9 @@ CASES = (
     ((BF16, BF16, BF16), 72, 40),  # columns of D and F that fill no block
     ((F32, Q4, Q8), 64, 64),  # gate and up read differently prepared activations
     ((Q4, Q4, affine(8, 128, "f32")), 64, 256),  # chunks of 128 hidden columns
+    ((MXFP4, MXFP4, NVFP4), 96, 160),  # a last line of one group, and of two
+    ((FP8, FP8, FP8), 136, 152),  # last tiles that are smaller, hidden columns that fill no chunk
+    ((INT8, INT8, int4(48)), 128, 144),  # chunks of 96 hidden columns
 )
 
 
@@ -35,7 +38,7 @@ def test_step_agrees_with_numpy(encodings: tuple[Encoding, Encoding, Encoding], 
     assert np.abs(out - expected).max() < 1e-6 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize(("encodings", "hidden", "width"), CASES[:3])
+@pytest.mark.parametrize(("encodings", "hidden", "width"), CASES[:3] + CASES[5:])
 def test_bits_do_not_depend_on_order_batch_or_threads(
     encodings: tuple[Encoding, Encoding, Encoding], hidden: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
