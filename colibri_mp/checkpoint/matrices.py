@@ -157,6 +157,10 @@ class TensorTable:
         """Count the tensors of a part of the checkpoint that the model does not need as used."""
         self.used.update(name for name in self.tensors if name.startswith(prefix))
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether the experts of a layer could be here: a container made without a layer's has them nowhere."""
+        return not self.packed_layers or layer in self.packed_layers
+
     def unused(self) -> list[str]:
         """Names of the tensors that nothing has asked for, in the order of the files."""
         return [name for name in self.tensors if name not in self.used]

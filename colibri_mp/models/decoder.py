@@ -253,7 +253,7 @@ def _predictors(
     hidden = decoder.hidden
     for i in range(decoder.num_layers, decoder.num_layers + num_predictors):
         path = f"model.layers.{i}"
-        if table.finds_predictors and f"{path}.eh_proj.weight" in table:
+        if table.finds_predictors and table.has_experts(i) and f"{path}.eh_proj.weight" in table:
             yield PredictorSpec(
                 embed_norm=find_norm(table, f"{path}.enorm", hidden),
                 hidden_norm=find_norm(table, f"{path}.hnorm", hidden),

@@ -28,12 +28,11 @@ from colibri_mp.models.structure import (
     LayerSpec,
     MixerTensors,
     ModelSpec,
-    MoeSpec,
     PredictorSpec,
 )
 from colibri_mp.specs import AttentionSpec, DeltaNetSpec
 
-ReadMlps = Callable[[str], BuildMlp]
+ReadMlps = Callable[[str, int], BuildMlp]
 _PREDICTOR_ROOTS = ("mtp", "language_model.mtp")
 _TYPES = ("linear_attention", "full_attention")
 
@@ -136,13 +135,13 @@ def _is_mlx(table: TensorTable, path: str) -> bool:
 def build_hybrid(
     model_type: str, table: TensorTable, decoder: DecoderConfig, read_mlps: ReadMlps, find_delta_net: FindMixer
 ) -> ModelSpec:
-    """The whole model. `read_mlps(root)`: experts and dense blocks of the layers below a root, which is another one for predictors."""
+    """The whole model. `read_mlps(root, first)`: experts and dense blocks of the layers below a root, which count from `first`."""
 
     def find_mixer(table: TensorTable, layer_path: str, spec: Any) -> MixerTensors:
         is_delta = isinstance(spec, DeltaNetSpec)
         return find_delta_net(table, layer_path, spec) if is_delta else find_gated_attention(table, layer_path, spec)
 
-    model = build_model(model_type, table, decoder, read_mlps(decoder.root), find_mixer=find_mixer)
+    model = build_model(model_type, table, decoder, read_mlps(decoder.root, 0), find_mixer=find_mixer)
     model = replace(model, predictors=_predictors(table, decoder, read_mlps))
     paths = (f"{decoder.root}.layers.{layer}.linear_attn" for layer in range(decoder.num_layers))
     if any(_is_mlx(table, path) for path in paths):
@@ -159,24 +158,21 @@ def _predictors(table: TensorTable, decoder: DecoderConfig, read_mlps: ReadMlps)
     """The one predictor, a layer of gated attention below `mtp`, where the checkpoint has it and it is wanted."""
     found: tuple[PredictorSpec, ...] = ()
     for root in _PREDICTOR_ROOTS:
-        if table.finds_predictors and not found and f"{root}.fc.weight" in table:
-            found = (_predictor(table, replace(decoder, root=root), read_mlps(root)),)
+        is_here = f"{root}.norm.weight" in table and table.has_experts(decoder.num_layers)
+        if table.finds_predictors and is_here and not found:
+            found = (_predictor(table, replace(decoder, root=root), read_mlps(root, decoder.num_layers)),)
         table.leave_out(f"{root}.")
+    table.leave_out(f"model.layers.{decoder.num_layers}.")  # its experts in a container
     return found
 
 
 def _predictor(table: TensorTable, decoder: DecoderConfig, build_mlp: BuildMlp) -> PredictorSpec:
-    """Its experts are those of the layer after the last."""
     root, hidden = decoder.root, decoder.hidden
-    layer = build_layer(table, decoder, 0, decoder.attention, build_mlp, find_gated_attention)
-    if isinstance(layer.mlp, MoeSpec):
-        experts = replace(layer.mlp.experts, layer=decoder.num_layers)
-        layer = replace(layer, mlp=replace(layer.mlp, experts=experts))
     return PredictorSpec(
         embed_norm=find_norm(table, f"{root}.pre_fc_norm_embedding", hidden),
         hidden_norm=find_norm(table, f"{root}.pre_fc_norm_hidden", hidden),
         merge=table.matrix(f"{root}.fc", Shape((hidden, 2 * hidden), "hidden_size, 2 * hidden_size")),
-        layer=layer,
+        layer=build_layer(table, decoder, 0, decoder.attention, build_mlp, find_gated_attention),
         final_norm=find_norm(table, f"{root}.norm", hidden),
     )
 

@@ -38,8 +38,11 @@ def build(config: ConfigReader, table: TensorTable) -> ModelSpec:
     return build_model("qwen2_moe", table, decoder, build_mlp)
 
 
-def read_mlps(config: ConfigReader, hidden: int, norm_topk_prob: bool, root: str = "model") -> BuildMlp:
-    """Experts with a gated shared one beside them, or a dense block, for the layers below `root`; Qwen3-Next and Qwen3.5 have the same."""
+def read_mlps(config: ConfigReader, hidden: int, norm_topk_prob: bool, root: str = "model", first: int = 0) -> BuildMlp:
+    """Experts with a gated shared one beside them, or a dense block, for the layers below `root`; Qwen3-Next and Qwen3.5 have the same.
+
+    `first`: the number of the first of these layers.
+    """
     router = read_router(config, norm_topk_prob=norm_topk_prob)
     step, dense_layers = config.whole("decoder_sparse_step", default=1), config.whole_list("mlp_only_layers")
     width, shared_width = config.whole("moe_intermediate_size"), config.whole("shared_expert_intermediate_size")
@@ -50,7 +53,7 @@ def read_mlps(config: ConfigReader, hidden: int, norm_topk_prob: bool, root: str
         if layer in dense_layers or (layer + 1) % step:
             return build_dense(table, path, hidden, config.whole("intermediate_size"))
         return replace(
-            build_moe(table, layer, path, router, dims),
+            build_moe(table, first + layer, path, router, dims),
             shared=build_dense(table, f"{path}.shared_expert", hidden, shared_width, "shared_expert_intermediate_size"),
             shared_gate=table.matrix(f"{path}.shared_expert_gate", Shape((1, hidden), "1, hidden_size")),
         )

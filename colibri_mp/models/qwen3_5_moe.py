@@ -31,7 +31,7 @@ def build(config: ConfigReader, table: TensorTable) -> ModelSpec:
     for prefix in ("model.visual.", "vision_tower."):
         table.leave_out(prefix)
 
-    def read(root: str) -> BuildMlp:
-        return read_mlps(text, decoder.hidden, norm_topk_prob=True, root=root)
+    def read(root: str, first: int) -> BuildMlp:
+        return read_mlps(text, decoder.hidden, norm_topk_prob=True, root=root, first=first)
 
     return build_hybrid("qwen3_5_moe", table, decoder, read, find_flat_delta_net)

@@ -18,7 +18,7 @@ def build(config: ConfigReader, table: TensorTable) -> ModelSpec:
     decoder = read_hybrid_config(config)
     renormalises = config.flag("norm_topk_prob", default=True)
 
-    def read(root: str) -> BuildMlp:
-        return read_mlps(config, decoder.hidden, renormalises, root)
+    def read(root: str, first: int) -> BuildMlp:
+        return read_mlps(config, decoder.hidden, renormalises, root, first)
 
     return build_hybrid("qwen3_next", table, decoder, read, find_grouped_delta_net)

@@ -1,9 +1,11 @@
 """Guesses by a model's own predictor (MTP), through real processes: right ones are taken, wrong ones change nothing."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conversion import made
 from predictor_fixture import Edit, perfect_predictor, random_mtp, random_predictor, with_predictor
 
 from colibri_mp import Cluster
@@ -67,3 +69,21 @@ def test_without_guesses_the_predictor_is_left_out(tmp_path: Path) -> None:
     assert (len(plain.layers), plain.predictors) == (4, ())
     assert (len(predicting.layers), predicting.depth) == (5, 4)
     assert [experts.layer for experts in predicting.expert_layers] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("family", "predictor"), [("glm4_moe", random_predictor), ("qwen3_next", random_mtp)])
+def test_container_has_the_predictors_experts(tmp_path: Path, family: str, predictor: Edit) -> None:
+    """Converted with the others, as the layer after the last; used where tokens are guessed, left out elsewhere."""
+    made(with_predictor(family, tmp_path, predictor), tmp_path / "container")
+    container = Checkpoint.open(tmp_path / "container")
+    last = load_model(container, predicts=True).expert_layers[-1]
+    assert (last.layer, last.is_packed) == (4, True)
+    assert len(load_model(container).layers) == 4
+
+
+def test_container_without_the_predictors_experts_has_no_predictor(tmp_path: Path) -> None:
+    """An older one: tokens are guessed from the text."""
+    made(with_predictor("glm4_moe", tmp_path, random_predictor), tmp_path / "container")
+    container = Checkpoint.open(tmp_path / "container")
+    older = replace(container, packed_layers={i: found for i, found in container.packed_layers.items() if i < 4})
+    assert not load_model(older, predicts=True).uses_predictor

@@ -132,7 +132,7 @@ def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
         raise CheckpointError(
             f"{checkpoint.path}: is a container already; convert the checkpoint that it was made from"
         )
-    model = load_model(checkpoint)
+    model = load_model(checkpoint, predicts=True)
     layers = model.expert_layers
     marker = Marker(
         version=CONTAINER_VERSION,
