@@ -59,7 +59,8 @@ class MlaSizes:
         self.prepared_bytes = (_prepared_bytes(largest), _prepared_bytes(spec.hidden))
         self._cut_queries(heads, num_threads)
         self._lay_out(spec, max_tokens, max_context, num_threads)
-        num_splits = -(-max_context // SPLIT_TOKENS)
+        most_read = max_context if spec.indexer is None else min(max_context, spec.indexer.top_k)
+        num_splits = -(-most_read // SPLIT_TOKENS)
         wanted = ITEMS_A_THREAD * num_threads * num_splits if num_threads > 1 and num_splits > 1 else 0
         self.num_partials = min(wanted, MAX_PARTIALS_BYTES // self.partial_bytes)
 
