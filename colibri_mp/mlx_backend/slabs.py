@@ -113,15 +113,33 @@ def _scales_and_biases(matrix: SlabMatrix, factors: mx.array) -> tuple[mx.array,
 def _floats(matrix: SlabMatrix, packed: Bytes) -> list[mx.array]:
     """Words and scales of FP4 and FP8 with a byte for each group, rows padded to blocks."""
     cols, blocks = matrix.cols, layout.num_blocks(matrix.rows)
-    block = to_device(packed.reshape(blocks, -1))
-    end, num_groups = BLOCK_ROWS * cols * matrix.bits // 8, cols // matrix.format.group_size
-    codes, scales = block[:, :end], block[:, end : end + BLOCK_ROWS * num_groups]
+    num_groups = cols // matrix.format.group_size
+    scales, codes = _lines(
+        to_device(packed.reshape(blocks, -1)), num_groups, 2 * matrix.format.group_size * matrix.bits
+    )
     if matrix.bits == 8:
         codes = codes.reshape(blocks, cols // 2, BLOCK_ROWS, 2).transpose(0, 2, 1, 3)
     else:
         codes = codes.reshape(blocks, cols // 8, BLOCK_ROWS, 4).transpose(0, 2, 1, 3)
     words = codes.reshape(blocks * BLOCK_ROWS, -1).view(mx.uint32)
     return [words, scales.reshape(blocks, num_groups, BLOCK_ROWS).transpose(0, 2, 1).reshape(-1, num_groups)]
+
+
+def _lines(block: mx.array, num_groups: int, group_bytes: int) -> tuple[mx.array, mx.array]:
+    """Scales [blocks, groups * 16] and codes [blocks, groups * group_bytes] of blocks of lines, the last one of which may be shorter."""
+    per_line = layout.LINE_BYTES // BLOCK_ROWS
+    whole, rest = divmod(num_groups, per_line)
+    line_bytes = layout.LINE_BYTES + per_line * group_bytes
+    scales, codes = [], []
+    if whole:
+        lines = block[:, : whole * line_bytes].reshape(len(block), whole, -1)
+        scales.append(lines[:, :, : layout.LINE_BYTES].reshape(len(block), -1))
+        codes.append(lines[:, :, layout.LINE_BYTES :].reshape(len(block), -1))
+    if rest:
+        last = block[:, whole * line_bytes :]
+        scales.append(last[:, : rest * BLOCK_ROWS])
+        codes.append(last[:, layout.LINE_BYTES : layout.LINE_BYTES + rest * group_bytes])
+    return mx.concatenate(scales, axis=1), mx.concatenate(codes, axis=1)
 
 
 def _units(words: mx.array, bits: int) -> mx.array:
