@@ -25,6 +25,7 @@ def _facts(facts: ModelFacts, made: ConfigPlan) -> list[str]:
     predicting = beside = ""
     if facts.num_predictors:
         predicting = f" ({facts.num_predictor_experts} of them where further tokens are predicted)"
+    if facts.predictor_code_bytes:
         beside = f"; to predict further tokens, {format_size(facts.predictor_code_bytes)} more"
     return [
         f"{facts.model_type}: {facts.num_layers} layers, {facts.num_expert_layers} with experts; "
