@@ -123,7 +123,6 @@ class Coordinator:
         self._counting = threading.Lock()
         self._may_drop = model.router.top_p < 1
         self._continuing = frozenset(i for i, layer in enumerate(model.layers) if kinds.continues(layer))
-        self.can_be_grouped = self.can_be_joined and not self._continuing
         self.predicting = (
             Predicting(backend, self.compute_predictor, plan.prefill_chunk, self.max_logit_rows)
             if model.uses_predictor

@@ -45,9 +45,7 @@ class Model(Protocol):
     vocab_size: int
     max_logit_rows: int
     can_be_joined: bool
-    """Whether `look` may call `forward` for other rows."""
-    can_be_grouped: bool
-    """Whether steps of several groups may be under way at once: no layer goes on with what the one before has left for its rows."""
+    """Whether `look` may call `forward` for other rows, and `forward_groups` may be called."""
 
     @property
     def fetch_wait_s(self) -> float:
@@ -266,7 +264,7 @@ class Engine:
     def _may_split(self, rows: list[Rows]) -> bool:
         """Whether these are the next tokens of several sequences, nothing guessed, and nothing else is to be computed."""
         has_all = len(rows) == len(self.scheduler.running) >= NUM_GROUPS
-        return has_all and self.drafting is None and self.model.can_be_grouped and all(part.count == 1 for part in rows)
+        return has_all and self.drafting is None and self.model.can_be_joined and all(part.count == 1 for part in rows)
 
     def _compute_groups(self, rows: list[Rows], listen: Callable[[], None]) -> None:
         """Some steps of each group, until there is something else to do: a request has come, a sequence has ended."""

@@ -41,7 +41,7 @@ class Counting:
     max_context = 40
     vocab_size = VOCAB
     max_logit_rows = 6
-    can_be_joined = can_be_grouped = True
+    can_be_joined = True
     fetch_wait_s = 0.0
 
     def __init__(self) -> None:
