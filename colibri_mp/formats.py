@@ -19,10 +19,11 @@ See docs/formats.md for the bytes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:  # the command line, which names formats, answers without loading it
+    import numpy as np
+    import numpy.typing as npt
 
 ElementType = Literal["bf16", "f16", "f32"]
 EncodingKind = Literal["bf16", "f16", "f32", "affine", "mxfp4", "nvfp4", "mxfp8", "fp8", "grouped", "row"]
@@ -102,8 +103,8 @@ class Encoding:
         return (rows * cols * self.bits // 8, *[group_bytes] * (len(self.parts) - 1))
 
     def take_rows(
-        self, parts: Sequence[npt.NDArray[np.uint8]], cols: int, first: int, num_rows: int
-    ) -> list[npt.NDArray[np.uint8]]:
+        self, parts: "Sequence[npt.NDArray[np.uint8]]", cols: int, first: int, num_rows: int
+    ) -> "list[npt.NDArray[np.uint8]]":
         """The parts of rows `first` (a multiple of `row_tile`) to `first + num_rows`; views."""
         starts, sizes = self.part_bytes(first, cols), self.part_bytes(num_rows, cols)
         return [part[start : start + size] for part, start, size in zip(parts, starts, sizes, strict=True)]

@@ -47,7 +47,7 @@ def _own_cache(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_open_descriptors(run_folder: Path) -> Iterator[None]:
+def no_open_descriptors() -> Iterator[None]:
     """Fail a file whose tests leave sockets or pipes. Not test by test: a cluster that they share connects when it likes."""
     before = _sockets_and_pipes()
     yield

@@ -158,7 +158,7 @@ def _predictors(table: TensorTable, decoder: DecoderConfig, read_mlps: ReadMlps)
     """The one predictor, a layer of gated attention below `mtp`, where the checkpoint has it and it is wanted."""
     found: tuple[PredictorSpec, ...] = ()
     for root in _PREDICTOR_ROOTS:
-        is_here = f"{root}.norm.weight" in table and table.has_experts(decoder.num_layers)
+        is_here = f"{root}.fc.weight" in table and table.has_experts(decoder.num_layers)
         if table.finds_predictors and is_here and not found:
             found = (_predictor(table, replace(decoder, root=root), read_mlps(root, decoder.num_layers)),)
         table.leave_out(f"{root}.")

@@ -42,7 +42,6 @@ class Remembering:
     vocab_size = VOCAB
     max_logit_rows = 16
     can_be_joined = True
-    can_be_grouped = False
     fetch_wait_s = 0.0
 
     def __init__(self, num_blocks: int) -> None:
