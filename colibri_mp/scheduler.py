@@ -36,7 +36,7 @@ class Sequence:
     `max_chunk` limits prompt rows a step; `projected_tokens` is the most it can grow to. `all_logits`: logits of every
     row are wanted, not only of the last. `num_overtaken`: later ones that were admitted while it waited. `num_taken`:
     computed by others; `keys`: of its blocks, as far as needed, of which the first `num_published` may be found by others.
-    `draft`: what may come next, guessed (see `drafting`). `state`: where those of recurrent layers are.
+    `draft`: what may come next, guessed for the next step (see `drafting`). `state`: where those of recurrent layers are.
     """
 
     token_ids: list[int]
@@ -195,7 +195,7 @@ class Scheduler:
         rows, left = [], max(0, most_guessing - sum(s.num_pending for s in decoding))
         for num_before, sequence in enumerate(decoding):
             share = -(-left // (len(decoding) - num_before))
-            draft = tuple(sequence.draft[:share])
+            draft, sequence.draft = tuple(sequence.draft[:share]), []
             rows.append(Rows(sequence, sequence.num_computed, sequence.num_pending + len(draft), draft))
             left -= len(draft)
         return rows

@@ -236,5 +236,8 @@ def test_guesses_leave_room_for_prompts_and_for_the_pool() -> None:
         sequence.num_computed = 4
         sequence.draft = [1] * 8
     assert [(part.count, len(part.draft)) for part in scheduler.schedule()] == [(3, 2), (3, 2)]
+    assert not any(sequence.draft for sequence in scheduler.running), "they were for one step"
+    for sequence in scheduler.running:
+        sequence.draft = [1] * 8
     scheduler.add(Sequence([9] * 30, 40, 8))
     assert [part.count for part in scheduler.schedule()] == [2, 2, 4]
