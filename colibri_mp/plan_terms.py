@@ -30,9 +30,9 @@ from colibri_mp.workers.slab_audit import audit_bytes
 LIBRARY_BYTES = 84_000_000
 CLIENT_BYTES = 18_500_000
 SERVER_BYTES = 40_000_000  # more than CLIENT_BYTES: the HTTP libraries, and 64 clients at a time
-COORDINATOR_BYTES = 67_000_000
+COORDINATOR_BYTES = 70_000_000
 TRACKER_BYTES = 7_000_000  # multiprocessing's resource tracker
-WORKER_BYTES = 64_500_000
+WORKER_BYTES = 68_000_000
 _TOKENIZER_BYTES, _TOKENIZER_FACTOR = 1_100_000, 8.6  # the library's tables, by the size of tokenizer.json
 TENSOR_BYTES = 860  # what the coordinator remembers of a tensor of the checkpoint
 
