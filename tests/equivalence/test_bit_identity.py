@@ -14,10 +14,10 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 FIXTURES = [
     *("tiny/qwen3_moe_mixed", "tiny/olmoe", "tiny/mixtral_swa_tied", "tiny_mlx/qwen3_moe_q4"),
     *("tiny/glm4_moe_groups", "tiny/qwen2_moe", "tiny/gpt_oss_mxfp4", "tiny_mlx/qwen3_next_q4_g32", "tiny/deepseek_v3"),
-    "tiny/glm_moe_dsa_shared",
+    *("tiny/glm_moe_dsa_shared", "tiny/deepseek_v2", "tiny/qwen3_5_moe"),
 ]
 NUM_EXPERTS, TOP_K = 8, 2  # of all fixtures but those in MORE_SLOTS, whose pools are no smaller than they need
-MORE_SLOTS = {"glm4_moe_groups": 4, "deepseek_v3": 4}
+MORE_SLOTS = {"glm4_moe_groups": 4, "deepseek_v3": 4, "deepseek_v2": 3}
 REFERENCE = {"num_workers": 1, "num_threads": 1, "ctx": 128}
 """With all experts in memory."""
 VARIANTS: list[dict[str, Any]] = [  # the usage that one has learned is read at the start of the next
@@ -42,7 +42,7 @@ CHUNKS = [1, 3, 7, None]
 def num_layers(fixture: Path) -> int:
     """Layers with experts."""
     fewer = {"qwen3_moe_mixed": 3, "qwen3_moe_q4": 2, "glm4_moe_groups": 2, "qwen2_moe": 3, "deepseek_v3": 3}
-    fewer |= {"glm_moe_dsa_shared": 3, "qwen3_next_q4_g32": 2}
+    fewer |= {"glm_moe_dsa_shared": 3, "qwen3_next_q4_g32": 2, "deepseek_v2": 2}
     return fewer.get(fixture.name, 4)
 
 
