@@ -3,11 +3,15 @@
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from colibri_mp.commands.arguments import Verbs, add_verb, launch_settings
 from colibri_mp.commands.terminal import ProgressLine
 from colibri_mp.config import LaunchConfig, parse_size
-from colibri_mp.errors import ConfigError
+from colibri_mp.errors import ConfigError, MemoryPlanError
+
+if TYPE_CHECKING:  # for help, nothing is loaded that makes plans
+    from colibri_mp.config_plan import ConfigPlan
 
 _CONFIG_ONLY = (
     ("--bits", "BITS", "routed experts are stored in 2, 3, 4, 5, 6 or 8 bits, 16 (bf16), mxfp4, mxfp8, nvfp4 or fp8 (default: 4)"),
@@ -67,14 +71,24 @@ def _plan_config(args: argparse.Namespace) -> int:
     machine = Machine(
         _speed("--disk", args.disk or "2GB/s"), _speed("--memory", args.memory or "20GB/s"), _share(args.hit_rate)
     )
-    made = plan_from_config(Path(args.config_only), LaunchConfig(**settings), stored, machine)
+    path = Path(args.config_only)
+    try:
+        made = plan_from_config(path, LaunchConfig(**settings), stored, machine)
+    except MemoryPlanError:
+        if not args.json:  # what the model takes, and what other sizes would do, is what the user wants to know now
+            _print_config_plan(plan_from_config(path, LaunchConfig(**{**settings, "ram": "auto"}), stored, machine))
+        raise
     if args.json:
         print(json.dumps(made.as_dict()))
     else:
-        from colibri_mp.report_config import print_config_plan
-
-        print_config_plan(made)
+        _print_config_plan(made)
     return 0
+
+
+def _print_config_plan(made: "ConfigPlan") -> None:
+    from colibri_mp.report_config import print_config_plan
+
+    print_config_plan(made)
 
 
 def _name(flag: str) -> str:

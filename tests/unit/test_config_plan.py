@@ -185,3 +185,12 @@ def test_smallest_budget_grows_with_the_context() -> None:
     model = load_model(Checkpoint.open(TESTS / "golden" / "tiny" / "qwen3_moe"))
     short, long = (smallest_budget(model, LaunchConfig(num_threads=1, ctx=ctx)) for ctx in (64, 512))
     assert short < long
+
+
+def test_a_refused_size_still_tells_what_the_model_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """GLM-5.2 in 24 GB: bytes of an expert, other sizes and the smallest one, then the error with its exit code."""
+    assert main(["plan", "--config-only", str(TESTS / "configs" / "glm-5.2.json"), "--bits", "4", "--ram", "24GB"]) == 4
+    told = capsys.readouterr()
+    assert "18.9 MB of weights and 2.36 MB of scales" in told.out
+    assert "smallest --ram: " in told.out
+    assert "--ram 24 GB is too small" in told.err
