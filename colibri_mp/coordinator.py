@@ -295,16 +295,21 @@ class Coordinator:
         """x += what the experts gave: the layer is done. Raises the error of a step that failed."""
         if self._current is not step:
             self._resume(step)
-        if isinstance(answer, Failed):
-            raise from_wire(answer.kind, answer.message)
-        layer_idx, counters = step.layer_idx, answer.counters
+        routed = self._routed(answer)
+        layer_idx, counters = step.layer_idx, routed.counters
         self.clock.lap_workers(counters, len(step.x), step.num_choices)
         self.tiers.layer_ended(counters)
-        self._uncounted.append((layer_idx, counters))
-        step.x += answer.y
+        step.x += routed.y
         self.clock.end_layer()
         self.trace.add_layer(layer_idx, step.ids, step.num_choices, counters, self.clock.layer_s)
         step.layer_idx += 1
+
+    def _routed(self, answer: Routed | Failed) -> Routed:
+        """What the experts of a layer gave, counted. Raises the error that came in its place."""
+        if isinstance(answer, Failed):
+            raise from_wire(answer.kind, answer.message)
+        self._uncounted.append((answer.layer, answer.counters))
+        return answer
 
     def _end(self, step: Step) -> Floats:
         """Logits of the rows that want some, after the last layer; none where no row was left."""
@@ -349,10 +354,7 @@ class Coordinator:
         self.supervisor.send_route(self._last_step, layer_idx, h, ids, weights)
         self._add_shared_expert(x, h, layer_idx)
         answer = self.supervisor.await_routed({self._last_step: layer_idx}, backend.expect)
-        if isinstance(answer, Failed):
-            raise from_wire(answer.kind, answer.message)
-        self._uncounted.append((layer_idx, answer.counters))
-        x += answer.y
+        x += self._routed(answer).y
 
     def add_event(self, event: PoolEvent) -> None:
         """Something has happened to a pool beside the steps."""

@@ -242,7 +242,7 @@ class Engine:
         if may_split and self.overlap.is_on:
             self._compute_groups(rows, listen)
             return
-        waited_s = self.model.fetch_wait_s
+        waited_s = self.model.fetch_wait_s if may_split else 0.0
         self._compute(rows, started_s, listen)
         if may_split:
             self.overlap.note(time.perf_counter() - started_s, self.model.fetch_wait_s - waited_s, len(rows))

@@ -13,17 +13,17 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from colibri_mp.errors import RequestError
-from colibri_mp.kernels import attention_plan, attention_stage
+from colibri_mp.kernels import attention_stage
 from colibri_mp.kernels.attention_inputs import AttentionWeights, Batch, check_plain
-from colibri_mp.kernels.attention_plan import PLACE, PLAN
+from colibri_mp.kernels.attention_plan import PLACE, PLAN, cut_to_places
 from colibri_mp.kernels.attention_rows import NORM_FULL, NORM_HEAD, NORM_NONE
 from colibri_mp.kernels.attention_stage import FRAME, STEP_FIELDS
 from colibri_mp.kernels.attention_tiles import SCORE_STRIDE, SPLIT_TOKENS
 from colibri_mp.kernels.kv_cache import KVCache, padded_head_dim
 from colibri_mp.kernels.kv_cache8 import CACHES
-from colibri_mp.kernels.linear import DEFAULT_PLANES, describe, row_table
+from colibri_mp.kernels.linear import DEFAULT_PLANES
 from colibri_mp.kernels.paged_cache import BLOCK_TOKENS
+from colibri_mp.kernels.prepared_rows import PreparedRows, largest_prepared
 from colibri_mp.kernels.rope import RopeTables
 from colibri_mp.kernels.row_buffer import RowBuffer
 from colibri_mp.kernels.team import ThreadTeam, aligned_bytes
@@ -73,7 +73,7 @@ class AttentionStage:
         self._partials = aligned_bytes(self._sizes.partial_bytes * self._sizes.num_partials)
         self._places = np.zeros(max_tokens, PLACE)
         self._plan_record = self._make_plan_record()
-        self._prepared: dict[tuple[int, int], tuple[NDArray[np.uint8], NDArray[np.int64]]] = {}
+        self._prepared = PreparedRows(max_tokens, max(spec.hidden, spec.q_width))
         self._template = self._make_template()
         self._planned: tuple[Batch, KVCache, tuple[int, ...]] | None = None
         self._frames: dict[int, tuple[AttentionWeights, NDArray[np.void], NDArray[np.int64]]] = {}
@@ -85,7 +85,7 @@ class AttentionStage:
         """Bytes a stage allocates, at most. `num_forms`: group sizes (dense counting as one) that q, k, v of a layer mix."""
         sizes = _Sizes(spec, max_context, num_threads)
         rows = sum(-(-width // 16) * 16 * 4 for width in sizes.widths.values())
-        prepared = num_forms * (max(spec.hidden, spec.q_width) * 9 // 2 + 64)
+        prepared = num_forms * largest_prepared(max(spec.hidden, spec.q_width))
         tables = 8 * (len(sizes.widths) + num_forms) + PLACE.itemsize
         fixed = sizes.scratch_bytes * num_threads + sizes.partial_bytes * sizes.num_partials
         return max_tokens * (rows + prepared + tables) + fixed
@@ -120,22 +120,10 @@ class AttentionStage:
         return self._planned[2]
 
     def _cut_to_places(self, batch: Batch, kv: KVCache) -> tuple[int, ...]:
-        plan, num_tokens, (num_sequences, max_blocks) = self._plan_record, batch.positions.size, batch.block_table.shape
-        arrays = [array.ctypes.data for array in (batch.positions, batch.sequence_idx, batch.block_table)]
-        plan["positions"], plan["sequences"], plan["block_table"] = arrays
-        plan["num_tokens"], plan["num_sequences"], plan["max_blocks"] = num_tokens, num_sequences, max_blocks
-        plan["num_blocks"], plan["num_places"], plan["last_position"], plan["bad_row"] = kv.num_blocks, 0, 0, -1
-        attention_plan.plan_batch(plan.ctypes.data)
-        num_places, last_position, bad_row = (int(plan[name][0]) for name in ("num_places", "last_position", "bad_row"))
-        if bad_row >= 0:
-            raise RequestError(
-                f"row {bad_row} of a step (position {batch.positions[bad_row]}, sequence {batch.sequence_idx[bad_row]}) is "
-                f"outside the context of {self.max_context} tokens, the block table of {batch.block_table.shape} or the "
-                f"cache of {kv.num_blocks} blocks"
-            )
+        arrays, num_places, last_position = cut_to_places(self._plan_record, batch, kv.num_blocks)
         num_items, num_splits = num_places * self.spec.num_kv_heads, last_position // SPLIT_TOKENS + 1
         num_shared = num_items if self._shares_splits(num_items, num_splits) else 0
-        return (num_tokens, *arrays, max_blocks, num_places, num_items, num_splits, num_shared)
+        return (*arrays, num_places, num_items, num_splits, num_shared)
 
     def _shares_splits(self, num_items: int, num_splits: int) -> bool:
         """Whether several threads should work on one item: too few items to go round, and room for the partials."""
@@ -148,7 +136,7 @@ class AttentionStage:
         if known is None:
             weights.check(self.spec)
             frame = self._template.copy()
-            self._bind_matrices(frame, weights)
+            self._prepared.bind(frame, weights, ("q", "k", "v", "o"), self._planes)
             for name in ("q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "o_bias", "sinks"):
                 frame[name] = _address(getattr(weights, name))
             frame["norm_weight"] = _address(weights.norm)
@@ -157,27 +145,6 @@ class AttentionStage:
             known = (weights, frame, frame.view(np.int64)[: len(STEP_FIELDS)])
             self._frames[id(weights)] = known
         return known[1:]
-
-    def _bind_matrices(self, frame: NDArray[np.void], weights: AttentionWeights) -> None:
-        """Describe q, k, v, o and give each a buffer of prepared rows; equal forms share one, and o takes q's when q is done."""
-        buffers: dict[tuple[int, int], int] = {}
-        for name in ("q", "k", "v", "o"):
-            matrix = describe(getattr(weights, name), self._planes)
-            row_bytes = int(matrix["prepared_bytes"][0])
-            form = (int(matrix["form"][0]), row_bytes)
-            slot = 0 if name == "o" else buffers.setdefault(form, len(buffers))
-            prepared, xs = self._prepared_rows(slot, row_bytes)
-            frame[f"{name}_matrix"] = matrix
-            frame[f"{name}_prepared"], frame[f"{name}_xs"] = prepared.ctypes.data, xs.ctypes.data
-
-    def _prepared_rows(self, slot: int, row_bytes: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """A buffer of prepared rows and the table of their addresses; made when first asked for."""
-        if (slot, row_bytes) not in self._prepared:
-            largest = max(self.spec.hidden, self.spec.q_width) * 9 // 2 + 64
-            shared = [buffer for (other, _), (buffer, _) in self._prepared.items() if other == slot]
-            buffer = shared[0] if shared else aligned_bytes(self.max_tokens * largest)
-            self._prepared[slot, row_bytes] = (buffer, row_table(buffer.ctypes.data, row_bytes, self.max_tokens))
-        return self._prepared[slot, row_bytes]
 
     def _make_plan_record(self) -> NDArray[np.void]:
         plan = np.zeros(1, PLAN)

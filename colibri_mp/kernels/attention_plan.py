@@ -3,8 +3,11 @@
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from colibri_mp.errors import RequestError
 from colibri_mp.kernels.attention_core import group_width
+from colibri_mp.kernels.attention_inputs import Batch
 from colibri_mp.kernels.jit import compiled
 from colibri_mp.kernels.vectors import get_i32, record_at
 
@@ -23,6 +26,28 @@ PLAN = np.dtype([(name, np.int64) for name in _PLAN_FIELDS])
 
 group_size: query vectors of a row; width: of groups, 0: `attention_core.group_width`.
 """
+
+
+def cut_to_places(plan: NDArray[np.void], batch: Batch, num_blocks: int) -> tuple[tuple[int, ...], int, int]:
+    """Make the places of a batch over a cache of `num_blocks` blocks; `plan`: a PLAN that says how.
+
+    Returns the number of tokens, the addresses of positions, sequences and block table and the blocks of a row of it; the number of
+    places; the largest position. Raises RequestError when a position is not in the context or in its blocks.
+    """
+    num_tokens, (num_sequences, max_blocks) = batch.positions.size, batch.block_table.shape
+    arrays = [array.ctypes.data for array in (batch.positions, batch.sequence_idx, batch.block_table)]
+    plan["positions"], plan["sequences"], plan["block_table"] = arrays
+    plan["num_tokens"], plan["num_sequences"], plan["max_blocks"] = num_tokens, num_sequences, max_blocks
+    plan["num_blocks"], plan["num_places"], plan["last_position"], plan["bad_row"] = num_blocks, 0, 0, -1
+    plan_batch(plan.ctypes.data)
+    num_places, last_position, bad_row = (int(plan[name][0]) for name in ("num_places", "last_position", "bad_row"))
+    if bad_row >= 0:
+        raise RequestError(
+            f"row {bad_row} of a step (position {batch.positions[bad_row]}, sequence {batch.sequence_idx[bad_row]}) is "
+            f"outside the context of {int(plan['max_context'][0])} tokens, the block table of {batch.block_table.shape} or the "
+            f"cache of {num_blocks} blocks"
+        )
+    return (num_tokens, *arrays, max_blocks), num_places, last_position
 
 
 @compiled

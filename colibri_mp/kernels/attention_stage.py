@@ -28,6 +28,7 @@ from colibri_mp.kernels.stage_parts import (
     multiply_chunk,
     num_block_chunks,
     num_token_chunks,
+    partial_address,
     prepare_row,
     take_scratch,
 )
@@ -174,12 +175,7 @@ def _attend_shared(job: Any, item: int, split: int, scratch: int) -> None:
     first, last = core.visible_range(job, place)
     if first // SPLIT_TOKENS <= split <= last // SPLIT_TOKENS:
         core.pack_queries(job, place, kv_head, scratch)
-        core.attend_split(job, place, kv_head, split, scratch, _partial(job, item, split))
-
-
-@compiled
-def _partial(job: Any, item: int, split: int) -> int:
-    return int(job.partials + (item * job.num_splits + split) * job.partial_bytes)
+        core.attend_split(job, place, kv_head, split, scratch, partial_address(job, item, split))
 
 
 @compiled
@@ -191,7 +187,7 @@ def _merge_phase(job: Any, control: int, tag: int, scratch: int) -> bool:
         core.take_in_sinks(job, place, chunk % job.num_kv_heads, merged)
         first, last = core.visible_range(job, place)
         for split in range(first // SPLIT_TOKENS, last // SPLIT_TOKENS + 1):
-            core.merge_partial(job, place, _partial(job, chunk, split), merged, scratch + job.factors_offset)
+            core.merge_partial(job, place, partial_address(job, chunk, split), merged, scratch + job.factors_offset)
         core.write_context(job, place, chunk % job.num_kv_heads, merged)
         done(control, _MERGE)
         chunk = take(control, tag, _MERGE, job.num_shared)

@@ -17,7 +17,8 @@ from colibri_mp.kernels.delta_inputs import TILE_VALUES, DeltaNetWeights, DeltaS
 from colibri_mp.kernels.delta_rows import BLOCK_ROWS
 from colibri_mp.kernels.delta_stage import FRAME, MATRICES, STEP_FIELDS
 from colibri_mp.kernels.layout import num_blocks
-from colibri_mp.kernels.linear import DEFAULT_PLANES, describe, row_table
+from colibri_mp.kernels.linear import DEFAULT_PLANES
+from colibri_mp.kernels.prepared_rows import PreparedRows, largest_prepared
 from colibri_mp.kernels.row_buffer import RowBuffer
 from colibri_mp.kernels.team import ThreadTeam, aligned_bytes
 from colibri_mp.specs import DeltaNetSpec
@@ -42,7 +43,7 @@ class DeltaNetStage:
         self._sizes = _Sizes(spec)
         self._activations = {name: RowBuffer(max_tokens, width) for name, width in self._sizes.widths.items()}
         self._scratch = aligned_bytes(self._sizes.scratch_bytes * team.num_threads)
-        self._prepared: dict[tuple[int, int], tuple[NDArray[np.uint8], NDArray[np.int64]]] = {}
+        self._prepared = PreparedRows(max_tokens, max(spec.hidden, spec.value_width))
         self._template = self._make_template()
         self._planned: tuple[Batch, I32Array, tuple[int, ...]] | None = None
         self._frames: dict[int, tuple[DeltaNetWeights, NDArray[np.void], NDArray[np.int64]]] = {}
@@ -52,7 +53,9 @@ class DeltaNetStage:
         """Bytes a stage allocates, at most. `num_forms`: group sizes (dense counting as one) that qkv, z, b, a of a layer mix."""
         sizes = _Sizes(spec)
         rows = sum(num_blocks(width) * 64 + 8 for width in sizes.widths.values())
-        prepared = num_forms * (_largest_prepared(spec) + 8) + 8  # out has a table of its own
+        prepared = (
+            num_forms * (largest_prepared(max(spec.hidden, spec.value_width)) + 8) + 8
+        )  # out has a table of its own
         return max_tokens * (rows + prepared) + sizes.scratch_bytes * num_threads
 
     def __call__(
@@ -92,33 +95,13 @@ class DeltaNetStage:
         if known is None:
             weights.check(self.spec)
             frame = self._template.copy()
-            self._bind_matrices(frame, weights)
+            self._prepared.bind(frame, weights, MATRICES, self._planes)
             frame["norm_weight"] = weights.norm.ctypes.data
             for name in ("conv", "rate", "dt_bias", "head_norm"):
                 frame[name] = getattr(weights, name).ctypes.data
             known = (weights, frame, frame.view(np.int64)[: len(STEP_FIELDS)])
             self._frames[id(weights)] = known
         return known[1:]
-
-    def _bind_matrices(self, frame: NDArray[np.void], weights: DeltaNetWeights) -> None:
-        """Describe the matrices and give each a buffer of prepared rows; equal forms share one, and out takes the first when it is done."""
-        buffers: dict[tuple[int, int], int] = {}
-        for name in MATRICES:
-            matrix = describe(getattr(weights, name), self._planes)
-            row_bytes = int(matrix["prepared_bytes"][0])
-            form = (int(matrix["form"][0]), row_bytes)
-            slot = 0 if name == "out" else buffers.setdefault(form, len(buffers))
-            prepared, xs = self._prepared_rows(slot, row_bytes)
-            frame[f"{name}_matrix"] = matrix
-            frame[f"{name}_prepared"], frame[f"{name}_xs"] = prepared.ctypes.data, xs.ctypes.data
-
-    def _prepared_rows(self, slot: int, row_bytes: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """A buffer of prepared rows and the table of their addresses; made when first asked for."""
-        if (slot, row_bytes) not in self._prepared:
-            shared = [buffer for (other, _), (buffer, _) in self._prepared.items() if other == slot]
-            buffer = shared[0] if shared else aligned_bytes(self.max_tokens * _largest_prepared(self.spec))
-            self._prepared[slot, row_bytes] = (buffer, row_table(buffer.ctypes.data, row_bytes, self.max_tokens))
-        return self._prepared[slot, row_bytes]
 
     def _make_template(self) -> NDArray[np.void]:
         """A frame with everything that is the same for all layers."""
@@ -155,11 +138,6 @@ def find_chains(batch: Batch, num_slots: int) -> I32Array:
     sequences = batch.sequence_idx[first]
     starts = np.flatnonzero(np.diff(sequences, prepend=-1))
     return np.append(starts, len(first)).astype(np.int32)
-
-
-def _largest_prepared(spec: DeltaNetSpec) -> int:
-    """Upper limit of the bytes of a prepared row, whatever the format."""
-    return max(spec.hidden, spec.value_width) * 9 // 2 + 64
 
 
 class _Sizes:

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from colibri_mp.kernels.attention_rows import add_row
 from colibri_mp.kernels.block import block_frame, finish_block
 from colibri_mp.kernels.delta_rows import BLOCK_ROWS, advance_rows, end_run, start_run
 from colibri_mp.kernels.jit import Native, compiled, fixed
-from colibri_mp.kernels.linear import MATRIX, blocks_per_chunk, prepare_rows
+from colibri_mp.kernels.linear import MATRIX, prepare_rows
 from colibri_mp.kernels.norm import rms_norm_row
 from colibri_mp.kernels.stage_parts import (
+    TOKENS_A_CHUNK,
+    add_product_chunk,
     multiply_chunk,
     num_block_chunks,
     num_token_chunks,
@@ -58,8 +59,6 @@ FRAME = np.dtype(
 )
 """What a call of the stage knows."""
 
-_TOKENS_A_CHUNK = 4
-
 NUM_PHASES = 5
 _NORM, _PROJECT, _ADVANCE, _PREPARE, _OUTPUT, _FINISH = (fixed(phase) for phase in range(NUM_PHASES + 1))
 
@@ -69,7 +68,7 @@ def _norm_phase(job: Any, control: int, tag: int, scratch: int) -> bool:
     num_chunks = num_token_chunks(job)
     chunk = take(control, tag, _NORM, num_chunks) if scratch != 0 else -1
     while chunk >= 0:
-        for t in range(chunk * _TOKENS_A_CHUNK, min(job.num_tokens, (chunk + 1) * _TOKENS_A_CHUNK)):
+        for t in range(chunk * TOKENS_A_CHUNK, min(job.num_tokens, (chunk + 1) * TOKENS_A_CHUNK)):
             rms_norm_row(job.x + t * job.hidden * 4, job.norm_weight, scratch, job.hidden, np.float32(job.eps))
             prepare_row(job.qkv_matrix, scratch, job.qkv_prepared, t)
             if job.z_prepared != job.qkv_prepared:
@@ -133,7 +132,7 @@ def _prepare_phase(job: Any, control: int, tag: int) -> bool:
     num_chunks = num_token_chunks(job)
     chunk = take(control, tag, _PREPARE, num_chunks)
     while chunk >= 0:
-        first, last = chunk * _TOKENS_A_CHUNK, min(job.num_tokens, (chunk + 1) * _TOKENS_A_CHUNK)
+        first, last = chunk * TOKENS_A_CHUNK, min(job.num_tokens, (chunk + 1) * TOKENS_A_CHUNK)
         prepare_rows(job.out_matrix, job.z, job.z_stride, job.out_prepared, first, last)
         done(control, _PREPARE)
         chunk = take(control, tag, _PREPARE, num_chunks)
@@ -142,13 +141,10 @@ def _prepare_phase(job: Any, control: int, tag: int) -> bool:
 
 @compiled
 def _output_phase(job: Any, control: int, tag: int) -> bool:
-    num_chunks, rows = num_block_chunks(job.out_matrix), blocks_per_chunk(job.out_matrix) * 16
+    num_chunks = num_block_chunks(job.out_matrix)
     chunk = take(control, tag, _OUTPUT, num_chunks)
     while chunk >= 0:
-        multiply_chunk(job.out_matrix, chunk, job.out_xs, job.out_rows, job.num_tokens)
-        first, last = chunk * rows, min(job.hidden, (chunk + 1) * rows)
-        for t in range(job.num_tokens):
-            add_row(job.x + (t * job.hidden + first) * 4, job.out + t * job.out_stride + first * 4, last - first)
+        add_product_chunk(job, job.out_matrix, chunk, job.out_xs)
         done(control, _OUTPUT)
         chunk = take(control, tag, _OUTPUT, num_chunks)
     return barrier(control, tag, _OUTPUT, num_chunks)

@@ -21,6 +21,7 @@ from colibri_mp.kernels.index_tiles import WIDTH
 from colibri_mp.kernels.layout import PackedMatrix, num_blocks
 from colibri_mp.kernels.linear import DEFAULT_PLANES, describe, row_table
 from colibri_mp.kernels.paged_cache import BLOCK_TOKENS
+from colibri_mp.kernels.prepared_rows import largest_prepared
 from colibri_mp.kernels.rope import RopeTables
 from colibri_mp.kernels.team import aligned_bytes
 from colibri_mp.specs import IndexerSpec
@@ -90,7 +91,7 @@ class Indexer:
             name: row_table(self._rows[name].ctypes.data, stride, max_tokens) for name, stride in sizes.strides.items()
         }
         self._prepared = {
-            name: aligned_bytes(max_tokens * _largest_prepared(cols)) for name, cols in sizes.columns.items()
+            name: aligned_bytes(max_tokens * largest_prepared(cols)) for name, cols in sizes.columns.items()
         }
         self._template = self._make_template(sizes)
         self._frames: dict[
@@ -107,7 +108,7 @@ class Indexer:
     def scratch_bytes(spec: IndexerSpec, max_tokens: int, max_context: int, num_threads: int) -> int:
         """Bytes that an indexer and its choices allocate, at most; without the scratch memory of threads."""
         sizes = _Sizes(spec, max_context, num_threads)
-        rows = sum(sizes.strides.values()) + 6 * 8 + sum(_largest_prepared(cols) for cols in sizes.columns.values())
+        rows = sum(sizes.strides.values()) + 6 * 8 + sum(largest_prepared(cols) for cols in sizes.columns.values())
         choice = 4 * (spec.top_k + 2)
         return max_tokens * (rows + choice) + sizes.scores_bytes * sizes.max_shared
 
@@ -214,8 +215,3 @@ class _Sizes:
 
 def _widths(spec: IndexerSpec) -> dict[str, int]:
     return {"q": spec.q_width, "k": spec.head_dim, "g": spec.num_heads}
-
-
-def _largest_prepared(cols: int) -> int:
-    """Upper limit of the bytes of a prepared row, whatever the format."""
-    return cols * 9 // 2 + 64

@@ -12,10 +12,9 @@ weights: `mla_weights`; the same in plain numpy: `reference_mla`.
 import numpy as np
 from numpy.typing import NDArray
 
-from colibri_mp.errors import RequestError
-from colibri_mp.kernels import attention_plan, mla_stage
+from colibri_mp.kernels import mla_stage
 from colibri_mp.kernels.attention_inputs import Batch, Chosen, check_plain
-from colibri_mp.kernels.attention_plan import PLACE, PLAN
+from colibri_mp.kernels.attention_plan import PLACE, PLAN, cut_to_places
 from colibri_mp.kernels.attention_tiles import SPLIT_TOKENS
 from colibri_mp.kernels.indexer import Indexer
 from colibri_mp.kernels.latent_cache import LatentCache
@@ -141,20 +140,8 @@ class MlaStage:
         return known[3]
 
     def _cut_to_places(self, batch: Batch, cache: LatentCache, chosen: Chosen | None) -> tuple[int, ...]:
-        plan, num_tokens, (num_sequences, max_blocks) = self._plan_record, batch.positions.size, batch.block_table.shape
-        arrays = [array.ctypes.data for array in (batch.positions, batch.sequence_idx, batch.block_table)]
-        plan["positions"], plan["sequences"], plan["block_table"] = arrays
-        plan["num_tokens"], plan["num_sequences"], plan["max_blocks"] = num_tokens, num_sequences, max_blocks
-        plan["num_blocks"], plan["num_places"], plan["last_position"], plan["bad_row"] = cache.num_blocks, 0, 0, -1
-        plan["rows_a_place"] = self._sizes.rows_a_place if chosen is None else 1
-        attention_plan.plan_batch(plan.ctypes.data)
-        num_places, last_position, bad_row = (int(plan[name][0]) for name in ("num_places", "last_position", "bad_row"))
-        if bad_row >= 0:
-            raise RequestError(
-                f"row {bad_row} of a step (position {batch.positions[bad_row]}, sequence {batch.sequence_idx[bad_row]}) is "
-                f"outside the context of {self.max_context} tokens, the block table of {batch.block_table.shape} or the "
-                f"cache of {cache.num_blocks} blocks"
-            )
+        self._plan_record["rows_a_place"] = self._sizes.rows_a_place if chosen is None else 1
+        arrays, num_places, last_position = cut_to_places(self._plan_record, batch, cache.num_blocks)
         most_read = last_position + 1 if chosen is None else int(chosen.counts.max())
         num_items, num_splits = num_places * self._sizes.head_chunks, -(-most_read // SPLIT_TOKENS)
         num_shared = num_items if self._shares_splits(num_items, num_splits) else 0
@@ -163,7 +150,7 @@ class MlaStage:
             if chosen is None
             else (chosen.positions.ctypes.data, chosen.counts.ctypes.data, chosen.positions.strides[0])
         )
-        return (num_tokens, *arrays, max_blocks, num_places, num_items, num_splits, num_shared, *reads)
+        return (*arrays, num_places, num_items, num_splits, num_shared, *reads)
 
     def _shares_splits(self, num_items: int, num_splits: int) -> bool:
         """Whether several threads should work on one item: too few items to go round, and room for the partials."""

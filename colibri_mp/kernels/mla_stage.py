@@ -23,19 +23,20 @@ import numpy as np
 from colibri_mp.kernels import attention_core, index_stage
 from colibri_mp.kernels import mla_core as core
 from colibri_mp.kernels.attention_plan import PLACE, PLACE_BYTES
-from colibri_mp.kernels.attention_rows import add_row
 from colibri_mp.kernels.block import block_frame, finish_block
 from colibri_mp.kernels.index_stage import index_phases, prepare_input_row, prepare_query_row
 from colibri_mp.kernels.jit import Native, compiled, fixed
-from colibri_mp.kernels.linear import MATRIX, blocks_per_chunk, prepare_rows
+from colibri_mp.kernels.linear import MATRIX, prepare_rows
 from colibri_mp.kernels.mla_heads import TOKENS_A_PASS, absorb, close_gaps, unfold
 from colibri_mp.kernels.mla_rows import store_latent, turn
 from colibri_mp.kernels.norm import rms_norm_row
 from colibri_mp.kernels.stage_parts import (
     TOKENS_A_CHUNK,
+    add_product_chunk,
     multiply_chunk,
     num_block_chunks,
     num_token_chunks,
+    partial_address,
     prepare_row,
     take_scratch,
 )
@@ -207,12 +208,7 @@ def _attend_shared(job: Any, item: int, split: int, scratch: int) -> None:
     place = _place_of(job, item)
     if split < core.num_splits_of(job, place):
         core.pack_queries(job, place, _first_head(job, item), scratch)
-        core.attend_split(job, place, split, scratch, _partial(job, item, split))
-
-
-@compiled
-def _partial(job: Any, item: int, split: int) -> int:
-    return int(job.partials + (item * job.num_splits + split) * job.partial_bytes)
+        core.attend_split(job, place, split, scratch, partial_address(job, item, split))
 
 
 @compiled
@@ -222,7 +218,9 @@ def _merge_phase(job: Any, control: int, tag: int, scratch: int) -> bool:
         place, merged = _place_of(job, chunk), scratch + job.merged_offset
         attention_core.start_merge(job, merged)
         for split in range(core.num_splits_of(job, place)):
-            attention_core.merge_partial(job, place, _partial(job, chunk, split), merged, scratch + job.factors_offset)
+            attention_core.merge_partial(
+                job, place, partial_address(job, chunk, split), merged, scratch + job.factors_offset
+            )
         core.write_latents(job, place, _first_head(job, chunk), merged)
         done(control, _MERGE)
         chunk = take(control, tag, _MERGE, job.num_shared)
@@ -257,13 +255,10 @@ def _prepare_phase(job: Any, control: int, tag: int) -> bool:
 
 @compiled
 def _output_phase(job: Any, control: int, tag: int) -> bool:
-    num_chunks, rows = num_block_chunks(job.o_matrix), blocks_per_chunk(job.o_matrix) * 16
+    num_chunks = num_block_chunks(job.o_matrix)
     chunk = take(control, tag, _OUTPUT, num_chunks)
     while chunk >= 0:
-        multiply_chunk(job.o_matrix, chunk, job.o_xs, job.out_rows, job.num_tokens)
-        first, last = chunk * rows, min(job.hidden, (chunk + 1) * rows)
-        for t in range(job.num_tokens):
-            add_row(job.x + (t * job.hidden + first) * 4, job.out + t * job.out_stride + first * 4, last - first)
+        add_product_chunk(job, job.o_matrix, chunk, job.o_xs)
         done(control, _OUTPUT)
         chunk = take(control, tag, _OUTPUT, num_chunks)
     return barrier(control, tag, _OUTPUT, num_chunks)

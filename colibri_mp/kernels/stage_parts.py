@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from colibri_mp.kernels.attention_rows import add_row
 from colibri_mp.kernels.jit import compiled
 from colibri_mp.kernels.linear import blocks_per_chunk, multiply_blocks
 from colibri_mp.kernels.team import thread_slot
@@ -46,3 +47,19 @@ def multiply_chunk(matrix: Any, chunk: int, xs: int, rows: int, num_tokens: int)
     """One chunk of the blocks of a matrix, for all tokens."""
     size = blocks_per_chunk(matrix)
     multiply_blocks(matrix, chunk * size, min(matrix.num_blocks, (chunk + 1) * size), xs, rows, num_tokens)
+
+
+@compiled
+def add_product_chunk(job: Any, matrix: Any, chunk: int, xs: int) -> None:
+    """x += one chunk of the rows of a stage's last matrix, for all tokens."""
+    multiply_chunk(matrix, chunk, xs, job.out_rows, job.num_tokens)
+    rows = blocks_per_chunk(matrix) * 16
+    first, last = chunk * rows, min(job.hidden, (chunk + 1) * rows)
+    for t in range(job.num_tokens):
+        add_row(job.x + (t * job.hidden + first) * 4, job.out + t * job.out_stride + first * 4, last - first)
+
+
+@compiled
+def partial_address(job: Any, item: int, split: int) -> int:
+    """Where the partial result of one split of an item is kept for its merging."""
+    return int(job.partials + (item * job.num_splits + split) * job.partial_bytes)

@@ -157,7 +157,7 @@ def test_stages_allocate_no_more_than_planned(encodings: dict[str, Encoding]) ->
             stage._scratch,
             stage._partials,
             stage._places,
-            *(a for pair in stage._prepared.values() for a in pair),
+            *stage._prepared.arrays,
         ]
         arrays += [a for rows in stage._activations.values() for a in (rows.data, rows.table)]
         held = sum({a.ctypes.data: a.nbytes for a in arrays}.values())

@@ -95,7 +95,7 @@ def test_delta_stages_allocate_no_more_than_planned() -> None:
         with ThreadTeam(2) as team:
             stage = net.stage(team)
             stage(net.rows(3), net.weights, net.states(), 0, batch_of([(0, 3, -1, 0)]))
-            arrays = [stage._scratch, *(array for pair in stage._prepared.values() for array in pair)]
+            arrays = [stage._scratch, *stage._prepared.arrays]
             arrays += [array for rows in stage._activations.values() for array in (rows.data, rows.table)]
             held = sum({array.ctypes.data: array.nbytes for array in arrays}.values())
             planned = DeltaNetStage.scratch_bytes(net.spec, MAX_TOKENS, 2, forms)
