@@ -76,12 +76,12 @@ def test_stopping_ends_answers_with_an_error() -> None:
         waiting = threading.Thread(
             target=lambda: found.append(httpx.post(f"{server.url}/v1/chat/completions", json=chat(**LONG), timeout=60))
         )
-        waiting.start()
         with client.stream("POST", "/v1/chat/completions", json=chat(stream=True, **LONG)) as stream:
             lines = stream.iter_lines()
             assert next(lines).startswith("data: ")
+            waiting.start()  # second: the memory for keys and values is enough for one of them, so it waits for the stream's end
             while server.status()["requests"]["active"] < 2:
-                pass
+                assert waiting.is_alive(), found
             os.kill(server.pid, signal.SIGINT)
             last = events(lines)[-1]
         waiting.join()
