@@ -75,6 +75,12 @@ class Backend(Protocol):
     def mix_and_route(self, layer_idx: int, x: Floats, batch: Batch) -> tuple[Floats, Ints, Floats]:
         """x += mixer(norm(x)), in place; then h = mlp_norm(x) [T, D], the chosen experts [T, K] and their weights [T, K]."""
 
+    def prepare(self, layer_idx: int, x: Floats, batch: Batch) -> None:
+        """`mix_and_route` will be called with these next, unless something else comes in between; the values of x may still change.
+
+        The moment for what needs no values: a worker's answer is awaited.
+        """
+
     @property
     def mixer_ended_s(self) -> float:
         """When the mixer of the last `mix_and_route` had ended, by `time.perf_counter`."""

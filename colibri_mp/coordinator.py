@@ -289,7 +289,7 @@ class Coordinator:
         step.ids, step.num_choices = ids, int(np.count_nonzero(ids >= 0)) if self._may_drop else ids.size
         self.clock.lap_block(self._backend.mixer_ended_s)
         self.supervisor.send_route(step.number, layer_idx, h, ids, weights)
-        self._while_waiting(x, h, ids, layer_idx)
+        self._while_waiting(step, h)
 
     def _take(self, step: Step, answer: Routed | Failed) -> None:
         """x += what the experts gave: the layer is done. Raises the error of a step that failed."""
@@ -332,11 +332,14 @@ class Coordinator:
         """What `look` says before a layer; not where that layer goes on with what the last one has left for these very rows."""
         return None if layer_idx in self._continuing else look()
 
-    def _while_waiting(self, x: Floats, h: Floats, ids: Ints, layer_idx: int) -> None:
-        """A worker computes: the time for what no result depends on, hints first, and for the shared expert."""
+    def _while_waiting(self, step: Step, h: Floats) -> None:
+        """A worker computes: the time for what no result depends on, hints first, for the shared expert, and to prepare the next layer."""
+        layer_idx, x, following = step.layer_idx, step.x, step.layer_idx + 1
         self.on_wait()
-        self.tiers.look(layer_idx, x, ids)
+        self.tiers.look(layer_idx, x, step.ids)
         self._add_shared_expert(x, h, layer_idx)
+        if following < self.model.depth and isinstance(self.model.layers[following].mlp, MoeSpec):
+            self._backend.prepare(following, x, step.batch)
 
     def _add_shared_expert(self, x: Floats, h: Floats, layer_idx: int) -> None:
         if self.model.layers[layer_idx].resident_expert is not None:

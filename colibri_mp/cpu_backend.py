@@ -63,6 +63,7 @@ class CpuBackend:
             for layer, mixer in zip(weights.layers, mixers.layers, strict=True)
         ]
         self._last_block = self._layers[0].block
+        self._prepared: tuple[int, Floats, Batch] | None = None  # what its block is bound to
         self._head = HeadStage(team, model.hidden, model.vocab_size, model.norm_eps, max_logit_rows, limits.planes)
 
     def embed(self, token_ids: Ints) -> Floats:
@@ -71,16 +72,26 @@ class CpuBackend:
 
     def mix(self, layer_idx: int, x: Floats, batch: Batch) -> None:
         """See `Backend`."""
+        self._prepared = None
         layer = self._layers[layer_idx]
         layer.mixer.stage(x, layer.weights.mixer, layer.mixer.cache, layer.mixer.cache_layer, batch)
 
     def mix_and_route(self, layer_idx: int, x: Floats, batch: Batch) -> tuple[Floats, Ints, Floats]:
         """See `Backend`."""
+        prepared, self._last_block = self._prepared, self._layers[layer_idx].block
+        if prepared is None or prepared[0] != layer_idx or prepared[1] is not x or prepared[2] is not batch:
+            self.prepare(layer_idx, x, batch)
+        self._prepared = None
+        return self._last_block.run()
+
+    def prepare(self, layer_idx: int, x: Floats, batch: Batch) -> None:
+        """See `Backend`."""
         layer = self._layers[layer_idx]
         weights, mixer = layer.weights, layer.mixer
         assert weights.router is not None
-        self._last_block = layer.block
-        return layer.block(x, weights.mixer, mixer.cache, mixer.cache_layer, batch, weights.mlp_norm, weights.router)
+        self._prepared = None  # should it fail
+        layer.block.bind(x, weights.mixer, mixer.cache, mixer.cache_layer, batch, weights.mlp_norm, weights.router)
+        self._prepared = (layer_idx, x, batch)
 
     @property
     def mixer_ended_s(self) -> float:

@@ -3,7 +3,8 @@
 
     scripts/bench_model.py MODEL [--ram 40%] [--drop-cache] [--repeat 5]
 
-States beside the figures: how fast this machine reads memory (same run), the disk's share, and what else used the CPU.
+States beside the figures: how fast this machine reads memory (before and after each decode, and tokens decoded in the time of reading
+a gigabyte), the disk's share, and what else used the CPU.
 `--drop-cache` tells the system to forget the checkpoint's pages before the start (cold); otherwise they may be warm.
 """
 
@@ -59,12 +60,15 @@ class ForeignCpu:
         return max(0.0, (total - self._total - (own - self._own)) / (time.perf_counter() - self._started))
 
 
-def memory_read(num_threads: int) -> dict[str, float]:
-    """GB/s of a plain read of 0.5 GB: the limit of decode."""
-    data = np.ones(500_000_000, np.uint8)
-    with ThreadTeam(num_threads) as team:
-        row = bench_read(team, data, 15)
-    return {"best": row["best"], "median": row["median"]}
+class MemoryRead:
+    """How fast this machine reads memory now: the limit of decode. It changes from second to second where others share the bus."""
+
+    def __init__(self, team: ThreadTeam) -> None:
+        self._team, self._data = team, np.ones(500_000_000, np.uint8)
+
+    def gb_s(self) -> float:
+        """GB/s of a plain read of 0.5 GB, median of 5."""
+        return float(bench_read(self._team, self._data, 5)["median"])
 
 
 def median(values: list[float]) -> dict[str, float]:
@@ -72,20 +76,22 @@ def median(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def measure(model: str, settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Start a cluster and time it."""
+def measure(model: str, settings: dict[str, Any], args: argparse.Namespace, memory: MemoryRead) -> dict[str, Any]:
+    """Start a cluster and time it; `memory` is read before and after each decode, and the two are compared."""
     started = time.perf_counter()
     with Cluster.launch(model, **settings) as cluster:
         launch_s = time.perf_counter() - started
         first = cluster.generate([5, 6, 7], max_tokens=1, temperature=0.0)
         first_token_s = time.perf_counter() - started
         foreign = ForeignCpu()
-        prefill, decode, hits, read = [], [], [], []
+        prefill, decode, hits, read, memory_reads = [], [], [], [], []
         for run in range(args.repeat):
             prompt = [(7919 * (i + 31 * run)) % 1000 + 3 for i in range(args.prompt_tokens)]
             prefill.append(cluster.generate(prompt, max_tokens=1, temperature=0.0).stats["prefill_tok_s"])
             short = prompt[: args.decode_after]
+            before = memory.gb_s()
             done = cluster.generate(short, max_tokens=args.max_tokens, temperature=0.0, ignore_eos=True)
+            memory_reads.append((before + memory.gb_s()) / 2)
             decode.append(done.stats["decode_tok_s"])
             hits.append(done.stats["cache"]["hit_rate"])
             read.append(done.stats["cache"]["bytes_read"])
@@ -99,6 +105,8 @@ def measure(model: str, settings: dict[str, Any], args: argparse.Namespace) -> d
             "prefill_tok_s": median(prefill),
             "decode_tokens": args.max_tokens,
             "decode_tok_s": median(decode),
+            "memory_read_gb_s": median(memory_reads),
+            "decode_tok_per_gb_read": median([a / b for a, b in zip(decode, memory_reads, strict=True)]),
             "decode_hit_rate": median(hits),
             "decode_bytes_read": median(read),
             "foreign_cores": foreign.cores(),
@@ -145,8 +153,8 @@ def main() -> int:
     folder = Path(args.model)
     stored, settings = cluster_settings(args, folder)
     result = {"model": args.model, "stored_bytes": stored, "cold": args.drop_cache}
-    result["memory_read_gb_s"] = memory_read(args.threads or usable_cores()[0])
-    result.update(measure(args.model, settings, args))
+    with ThreadTeam(args.threads or usable_cores()[0]) as team:
+        result.update(measure(args.model, settings, args, MemoryRead(team)))
     print(json.dumps(result))
     return 0
 

@@ -65,6 +65,7 @@ class BlockStage:
         self._team, self._mixer, self._router = team, mixer, router
         self._frame, self._time = np.zeros(1, mixer.block_dtype), np.zeros(2, np.int64)
         self._frame["time"] = self._time.ctypes.data
+        self._num_tokens = 0
         self._bytes = self._frame.view(np.uint8)
         self._router_start = mixer.block_dtype["mixer"].itemsize
         self._router_end = self._router_start + normed_linear.FRAME.itemsize
@@ -73,16 +74,28 @@ class BlockStage:
         self, x: F32Array, weights: Any, cache: Any, layer_idx: int, batch: Batch,
         mlp_norm: F32Array, router: RouterWeights,
     ) -> tuple[F32Array, I32Array, F32Array]:  # fmt: skip
-        """x [T, D] float32: x += mixer(norm(x)) in place; then h = mlp_norm(x) [T, D], ids [T, K] and weights [T, K].
+        """`bind` and `run`."""
+        self.bind(x, weights, cache, layer_idx, batch, mlp_norm, router)
+        return self.run()
 
-        Arguments and errors: `MixerStage`; results, which are views: `RouterStage`.
+    def bind(
+        self, x: F32Array, weights: Any, cache: Any, layer_idx: int, batch: Batch,
+        mlp_norm: F32Array, router: RouterWeights,
+    ) -> None:  # fmt: skip
+        """What the next `run` works on: x [T, D] float32, whose values may still change. Arguments and errors: `MixerStage`.
+
+        Valid until mixer or router are used for something else.
         """
+        self._num_tokens = x.shape[0]
         mixer_frame = self._mixer.frame(x, weights, cache, layer_idx, batch)
         router_frame = self._router.frame(x, mlp_norm, router)
         self._bytes[: self._router_start] = mixer_frame.view(np.uint8)
         self._bytes[self._router_start : self._router_end] = router_frame.view(np.uint8)
+
+    def run(self) -> tuple[F32Array, I32Array, F32Array]:
+        """x += mixer(norm(x)) in place; then h = mlp_norm(x) [T, D], ids [T, K] and weights [T, K], views as `RouterStage` gives them."""
         self._team.run(self._mixer.block, self._frame)
-        return self._router.results(x.shape[0])
+        return self._router.results(self._num_tokens)
 
     @property
     def mixer_ended_s(self) -> float:

@@ -102,6 +102,9 @@ class MlxModel:
         ids, weights = choose(to_host(layer.router.logits(h)), layer.router.correction, self._model.router)
         return np.ascontiguousarray(to_host(h)), ids, weights
 
+    def prepare(self, layer_idx: int, x: Floats, batch: Batch) -> None:
+        """See `Backend`: nothing to do."""
+
     @property
     def mixer_ended_s(self) -> float:
         """See `Backend`."""
