@@ -14,7 +14,7 @@ from typing import TypeAlias
 import zmq
 
 from colibri_mp.errors import ConfigError, ProtocolError
-from colibri_mp.messages import Frame, Message, from_frames, to_frames
+from colibri_mp.messages import STEP_MAGIC, Frame, Message, from_frames, to_frames
 
 _COPY_UP_TO_BYTES = 65536  # below, copying a frame is cheaper than zmq's reference counting
 _MAX_PATH_BYTES = 103  # sun_path holds 104 bytes on macOS and 108 on Linux, the last is 0
@@ -140,6 +140,8 @@ class Link:
             return None
         if on_arrival is not None:
             on_arrival()
+        if first.startswith(STEP_MAGIC):  # always a single frame, and asking the socket takes long where a token waits
+            return [first]
         return _receive_after(self.socket, first)
 
     def send_frame(self, frame: Frame) -> None:
