@@ -13,6 +13,7 @@ from colibri_mp.kernels.jit import Native, compiled
 from colibri_mp.kernels.layout import PackedMatrix, num_blocks
 from colibri_mp.kernels.linear import MATRIX, blocks_per_chunk, describe, multiply_blocks, prepare_rows, row_table
 from colibri_mp.kernels.norm import rms_norm_row
+from colibri_mp.kernels.prepared_rows import largest_prepared
 from colibri_mp.kernels.team import ThreadTeam, aligned_bytes, barrier, done, take
 
 F32Array = NDArray[np.float32]
@@ -83,7 +84,7 @@ class NormedLinear:
         self.width, self.num_outputs, self.max_rows, self._planes = width, num_outputs, max_rows, planes
         self.h: F32Array = aligned_bytes(max_rows * width * 4).view(np.float32).reshape(max_rows, width)
         self.y: F32Array = aligned_bytes(max_rows * num_blocks(num_outputs) * 64).view(np.float32).reshape(max_rows, -1)
-        self._prepared = aligned_bytes(max_rows * _largest_prepared(width))
+        self._prepared = aligned_bytes(max_rows * largest_prepared(width))
         self._ys = row_table(self.y.ctypes.data, self.y.strides[0], max_rows)
         self._tables: dict[int, NDArray[np.int64]] = {}
         self._frames: dict[int, tuple[PackedMatrix, NDArray[np.void]]] = {}
@@ -95,7 +96,7 @@ class NormedLinear:
     @staticmethod
     def scratch_bytes(width: int, num_outputs: int, max_rows: int) -> int:
         """Bytes that an object of these sizes allocates, at most."""
-        return max_rows * (width * 4 + num_blocks(num_outputs) * 64 + _largest_prepared(width) + 40)
+        return max_rows * (width * 4 + num_blocks(num_outputs) * 64 + largest_prepared(width) + 40)
 
     def run(self, team: ThreadTeam, stage: Native, x: F32Array, norm: F32Array, weight: PackedMatrix) -> None:
         """Run a stage over rows x [R, D] with norm [D] and weight [N, D]; small work is not worth waking helpers."""
@@ -125,8 +126,3 @@ class NormedLinear:
             frame["xs"] = xs.ctypes.data
             self._frames[id(weight)] = (weight, frame)
         return self._frames[id(weight)][1]
-
-
-def _largest_prepared(width: int) -> int:
-    """Upper limit of the bytes of a prepared row, whatever the format."""
-    return width * 9 // 2 + 64
