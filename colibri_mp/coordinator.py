@@ -195,6 +195,7 @@ class Coordinator:
         """
         step = self._begin(rows)
         while self._send_next(step, look):
+            self._prepare_next(step)
             self._take(step, self.supervisor.await_routed({step.number: step.layer_idx}, self._backend.expect))
         logits = self._end(step)
         if step.rows:
@@ -289,7 +290,7 @@ class Coordinator:
         step.ids, step.num_choices = ids, int(np.count_nonzero(ids >= 0)) if self._may_drop else ids.size
         self.clock.lap_block(self._backend.mixer_ended_s)
         self.supervisor.send_route(step.number, layer_idx, h, ids, weights)
-        self._while_waiting(step, h)
+        self._while_waiting(x, h, ids, layer_idx)
 
     def _take(self, step: Step, answer: Routed | Failed) -> None:
         """x += what the experts gave: the layer is done. Raises the error of a step that failed."""
@@ -332,14 +333,17 @@ class Coordinator:
         """What `look` says before a layer; not where that layer goes on with what the last one has left for these very rows."""
         return None if layer_idx in self._continuing else look()
 
-    def _while_waiting(self, step: Step, h: Floats) -> None:
-        """A worker computes: the time for what no result depends on, hints first, for the shared expert, and to prepare the next layer."""
-        layer_idx, x, following = step.layer_idx, step.x, step.layer_idx + 1
+    def _while_waiting(self, x: Floats, h: Floats, ids: Ints, layer_idx: int) -> None:
+        """A worker computes: the time for what no result depends on, hints first, and for the shared expert."""
         self.on_wait()
-        self.tiers.look(layer_idx, x, step.ids)
+        self.tiers.look(layer_idx, x, ids)
         self._add_shared_expert(x, h, layer_idx)
+
+    def _prepare_next(self, step: Step) -> None:
+        """A worker computes, and no other step will use the backend before its answer: the time to prepare the next layer."""
+        following = step.layer_idx + 1
         if following < self.model.depth and isinstance(self.model.layers[following].mlp, MoeSpec):
-            self._backend.prepare(following, x, step.batch)
+            self._backend.prepare(following, step.x, step.batch)
 
     def _add_shared_expert(self, x: Floats, h: Floats, layer_idx: int) -> None:
         if self.model.layers[layer_idx].resident_expert is not None:

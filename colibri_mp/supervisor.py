@@ -250,6 +250,6 @@ class Supervisor:
                 self.check_alive()
             elif isinstance(received, ProtocolError):
                 raise received
-            elif isinstance(received[1], Routed) or not self._take_aside(received[1]):
+            elif not self._take_aside(received[1]):
                 return received[1]
         raise WorkerDied(f"{awaited.label} {silence}; it is stopped or hangs, see --step-timeout")
